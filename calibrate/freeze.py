@@ -1,0 +1,125 @@
+"""Evidence to static scales, by a named policy.
+
+`learned` is what the next training-time forward would use. `history-max` and `most-recent` recompute from the stored
+amax history; they are for runs whose last scale is known to be bad, not for everyday use: Transformer Engine keeps one
+row fewer than its scale has seen, and a history of length 1 stores none.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..kernels import reciprocal
+from ..model import Checkpoint, How, Note, Scale, ScaleEvidence, ScaleSet
+
+POLICIES = ("learned", "history-max", "most-recent")
+_FLT_MAX = torch.finfo(torch.float32).max
+_FLT_MIN = torch.finfo(torch.float32).tiny
+
+
+def freeze(checkpoint: Checkpoint, policy: str = "learned") -> ScaleSet:
+    """Settle one scale for every slot that has evidence; the rest is listed in `missing` with the reason."""
+    if policy not in POLICIES:
+        raise RequestError(f"no policy is called {policy!r}", hint=f"choose one of {', '.join(POLICIES)}")
+    inputs: dict[str, Scale] = {}
+    weights: dict[str, Scale] = {}
+    missing: dict[str, str] = {}
+    notes: list[Note] = []
+    for linear in checkpoint.linears:
+        for slot, evidence, found in (
+            ("input", linear.input_evidence, inputs),
+            ("weight", linear.weight_evidence, weights),
+        ):
+            if evidence is None:
+                missing[linear.name] = linear.nothing_learned
+                continue
+            scale, texts = settle(evidence, policy)
+            notes += [Note(f"{slot} scale: {text}", linear.name) for text in texts]
+            if isinstance(scale, Scale):
+                found[linear.name] = scale
+            else:
+                missing[linear.name] = f"{slot} scale: {scale} ({evidence.origin})"
+    return ScaleSet(inputs, weights, missing, tuple(notes))
+
+
+def settle(evidence: ScaleEvidence, policy: str) -> tuple[Scale | str, list[str]]:
+    """Return the scale, or why there is none, and what the user should know about it."""
+    if policy == "learned":
+        multiplier, texts = _learned(evidence)
+    else:
+        multiplier, texts = _from_history(evidence, policy)
+    if isinstance(multiplier, str):
+        return multiplier, texts
+    value = float(reciprocal(multiplier))
+    if not (math.isfinite(multiplier) and 0 < multiplier < _FLT_MAX and value >= _FLT_MIN):
+        return f"the scale is unusable: scale_fwd {multiplier:g}", texts
+    return Scale(value, multiplier, How(policy), evidence.origin), texts
+
+
+def never_updated(evidence: ScaleEvidence) -> bool:
+    """Tell whether the slot still holds what a fresh module starts with."""
+    return evidence.multiplier == 1.0 and evidence.pending == 0 and not bool(evidence.amax_history.any())
+
+
+def _learned(evidence: ScaleEvidence) -> tuple[float | str, list[str]]:
+    history, pending = evidence.amax_history, evidence.pending
+    if never_updated(evidence):
+        return "never updated: scale 1 and an empty history, as in a module that has not run under FP8", []
+    unconverted = evidence.multiplier == 1.0 and not bool(history.any())
+    if evidence.folds_pending or unconverted:
+        return _fold(evidence)
+    texts = []
+    if not bool(torch.isfinite(history).all()) or not math.isfinite(pending):
+        texts.append("inf or NaN in the amax history; training kept the scale from before, and so do we")
+    elif pending > 0:
+        texts.append("an amax seen after the last update (an FP8 evaluation) is in no scale yet; the stored scale holds")
+    if len(history) == 0 or not bool(history.any()):
+        texts.append("the history stores no amax (length 1 never does); the stored scale is what was learned")
+    elif evidence.algorithm == "max" and _covers_more_than(evidence, float(history.max())):
+        texts.append("the scale covers an amax that has left the stored history; the stored scale holds")
+    return evidence.multiplier, texts
+
+
+def _fold(evidence: ScaleEvidence) -> tuple[float | str, list[str]]:
+    """Apply the update that the trainer had put off to its next forward (Transformer Engine <= 1.5, pytorch/fp8.py)."""
+    rows = [evidence.pending, *evidence.amax_history.tolist()]
+    if evidence.algorithm == "custom":
+        return "an update is pending and its algorithm is a user's function", []
+    largest = evidence.pending if evidence.algorithm == "most_recent" else _max_with_nan(rows)
+    multiplier = updated(evidence.multiplier, largest, evidence.fp8_max, evidence.margin, evidence.floors_scale)
+    return multiplier, ["a pending amax was folded in, as the next training forward would have done"]
+
+
+def updated(multiplier: float, amax: float, fp8_max: float, margin: int, floors: bool = False) -> float:
+    """One step of delayed scaling in float32: fp8_max / amax / 2^margin, unchanged for a zero or non-finite amax.
+
+    Source: transformer_engine/common/recipe/delayed_scaling.cu (1.6 to 2.20); with `floors`, pytorch/fp8.py up to 0.12.
+    """
+    if not (math.isfinite(amax) and amax > 0):
+        return multiplier
+    quotient = torch.tensor(fp8_max) / torch.tensor(amax)
+    if floors:
+        return float(2.0 ** (math.floor(math.log2(float(quotient))) - margin))
+    return min(float(quotient / 2.0**margin), _FLT_MAX)
+
+
+def _from_history(evidence: ScaleEvidence, policy: str) -> tuple[float | str, list[str]]:
+    rows = torch.cat([torch.tensor([evidence.pending]), evidence.amax_history])
+    usable = rows[torch.isfinite(rows) & (rows > 0)]
+    texts = [] if bool(torch.isfinite(rows).all()) else ["inf or NaN in the amax history: ignored"]
+    if len(usable) == 0:
+        return "the amax history is empty, use the learned policy", texts
+    amax = float(usable.max() if policy == "history-max" else usable[0])
+    return updated(evidence.multiplier, amax, evidence.fp8_max, evidence.margin), texts
+
+
+def _covers_more_than(evidence: ScaleEvidence, amax: float) -> bool:
+    expected = evidence.fp8_max * 2.0**-evidence.margin
+    return 0 < amax * evidence.multiplier < expected * (1 - 1e-5)
+
+
+def _max_with_nan(rows: list[float]) -> float:
+    values: Tensor = torch.tensor(rows)
+    return float(values.max())

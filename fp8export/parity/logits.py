@@ -1,0 +1,212 @@
+"""The logits depth: whole forwards of the same model, told apart only by the arithmetic of their linears.
+
+End to end, FP8 is chaotic: one BF16 rounding upstream flips codes downstream by whole steps. Two faithful forwards
+(another residual type, the same codes and scales) differ by the noise floor, and nothing can be held to less.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, RequestError
+from ..kernels import amax, multiplier_for, quantize, reciprocal, scaled_mm
+from ..model import Checkpoint, LazyTensor, Scale, ScaleSet
+from ..report import LogitsParity
+from ..store import Store
+from .stored import StoredLinear, run_stored
+
+FLOOR_FACTOR = 1.25
+# perplexity of an export without learned scales, relative to high precision
+_DYNAMIC_PERPLEXITY = 1.005
+_CAPTURED_ROWS = 256
+
+
+class _TrainedForward(nn.Module):
+    """The linear as training ran it: saturating codes at the learned multipliers, float32 accumulation."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, own: Scale, trained: Scale | None) -> None:
+        super().__init__()
+        multiplier = trained.multiplier if trained else float(multiplier_for(amax(weight)))
+        self.codes, self.weight_scale = quantize(weight, multiplier), float(reciprocal(multiplier))
+        self.bias, self.own = bias, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = quantize(x.reshape(-1, x.shape[-1]), self.own.multiplier)
+        y = scaled_mm(codes, self.codes, self.own.value, self.weight_scale, self.bias, x.dtype)
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class _ExportForward(nn.Module):
+    """The linear as an engine runs what lies on disk."""
+
+    def __init__(self, export: StoredLinear, bias: Tensor | None) -> None:
+        super().__init__()
+        self.export, self.bias = export, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_stored(self.export, x.reshape(-1, x.shape[-1]), self.bias, x.dtype).reshape(*x.shape[:-1], -1)
+
+
+class Forwards:
+    """The forwards that parity compares, built one at a time from the files."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, scales: ScaleSet, export: Mapping[str, StoredLinear], store: Store, device: str
+    ) -> None:
+        self.checkpoint, self.scales, self.export, self.store, self.device = checkpoint, scales, export, store, device
+        self.trained_dtype = checkpoint.linears[0].weight.dtype
+
+    @contextmanager
+    def reference(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+        """The training-time forward; without learned scales the same as `high_precision`."""
+        linears: dict[str, nn.Module] = {}
+        for linear in self.checkpoint.linears:
+            own = self.scales.inputs.get(linear.name)
+            if own is not None:
+                bias = self._read(linear.bias)
+                trained = self.scales.weights.get(linear.name)
+                linears[linear.name] = _TrainedForward(linear.weight.read().to(self.device), bias, own, trained)
+        yield self._model(self._source_tensors(), linears, dtype or self.trained_dtype)
+
+    @contextmanager
+    def high_precision(self) -> Iterator[nn.Module]:
+        yield self._model(self._source_tensors(), {}, self.trained_dtype)
+
+    @contextmanager
+    def exported(self) -> Iterator[nn.Module]:
+        linears: dict[str, nn.Module] = {
+            name: _ExportForward(linear, self._read(self.store.tensors.get(f"{name}.bias")))
+            for name, linear in self.export.items()
+        }
+        skipped = {f"{name}.{part}" for name in self.export for part in ("weight", "weight_scale", "input_scale")}
+        tensors = {key: t for key, t in self.store.tensors.items() if key not in skipped}
+        yield self._model(tensors, linears, self.trained_dtype)
+
+    def capture(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return each linear's input in the reference forward, [rows, K], from the first sequences."""
+        inputs: dict[str, Tensor] = {}
+        names = {linear.name for linear in self.checkpoint.linears}
+        with self.reference() as model, torch.inference_mode():
+            for name, module in model.named_modules():
+                if name in names:
+                    module.register_forward_pre_hook(
+                        lambda _, args, name=name: inputs.setdefault(name, _first_rows(args[0]))
+                    )
+            model(tokens[:1].to(self.device))
+        return inputs
+
+    def _read(self, tensor: LazyTensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.read().to(self.device)
+
+    def _source_tensors(self) -> dict[str, LazyTensor]:
+        tensors = dict(self.checkpoint.plain)
+        for linear in self.checkpoint.linears:
+            tensors[f"{linear.name}.weight"] = linear.weight
+            if linear.bias is not None:
+                tensors[f"{linear.name}.bias"] = linear.bias
+        return tensors
+
+    def _model(self, tensors: Mapping[str, LazyTensor], linears: Mapping[str, nn.Module], dtype: torch.dtype) -> nn.Module:
+        model = _empty_model(self.checkpoint.config, dtype)
+        for name, module in linears.items():
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, module)
+        own = {key for name in linears for key in (f"{name}.weight", f"{name}.bias")}
+        state = {key: tensor.read() for key, tensor in tensors.items() if key not in own}
+        absent, unknown = model.load_state_dict(state, strict=False)
+        absent = [key for key in absent if key != "lm_head.weight" or not self.checkpoint.config.get("tie_word_embeddings")]
+        if absent or unknown:
+            raise CheckpointError(
+                "config.json describes another model than the tensors",
+                where=f"missing {absent[:3]}, unknown {unknown[:3]}",
+                hint="the logits depth needs a config.json that transformers can build this model from",
+            )
+        return model.to(self.device).eval()
+
+
+def _empty_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise RequestError("transformers is not installed", hint="pip install 'fp8export[hf]'") from error
+    settings = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype", "model_type")}
+    try:
+        built = AutoConfig.for_model(config["model_type"], **settings)
+        model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot build this model: {error}", where="config.json", hint="name a known model_type"
+        ) from error
+    return model
+
+
+def _first_rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])[:_CAPTURED_ROWS].clone()
+
+
+def judge_logits(forwards: Forwards, tokens: Tensor) -> LogitsParity:
+    """Run reference, noise floor, high precision and export over `tokens` [sequences, length] and compare."""
+    tokens = tokens.to(forwards.device)
+    with forwards.reference() as model:
+        reference = _log_probabilities(model, tokens)
+    with forwards.reference(_other_dtype(forwards.trained_dtype)) as model:
+        floor = _log_probabilities(model, tokens)
+    with forwards.high_precision() as model:
+        high = _log_probabilities(model, tokens)
+    with forwards.exported() as model:
+        export = _log_probabilities(model, tokens)
+    kl = _kl(reference, export)
+    worst = int(kl.argmax())
+    best = reference.topk(min(5, reference.shape[-1]), dim=-1).indices
+    # both by argmax: BF16 logits tie, and topk breaks ties in another order
+    top = export.argmax(-1, keepdim=True)
+    return LogitsParity(
+        tokens=tokens.numel(),
+        kl_mean=float(kl.mean()),
+        kl_p99=float(kl.flatten().quantile(0.99)),
+        kl_max=float(kl.max()),
+        kl_max_at=(worst // kl.shape[1], worst % kl.shape[1]),
+        top1_agreement=float((reference.argmax(-1, keepdim=True) == top).float().mean()),
+        top5_agreement=float((best == top).any(-1).float().mean()),
+        noise_floor_kl=float(_kl(reference, floor).mean()),
+        high_precision_kl=float(_kl(reference, high).mean()),
+        perplexity={
+            "training-time FP8": _perplexity(reference, tokens),
+            "high precision": _perplexity(high, tokens),
+            "export": _perplexity(export, tokens),
+        },
+    )
+
+
+def logits_faults(logits: LogitsParity, *, learned: bool) -> list[str]:
+    """Compare with the floor, or without learned scales with the perplexity of high precision."""
+    if learned:
+        limit = FLOOR_FACTOR * logits.noise_floor_kl
+        if logits.kl_mean <= limit:
+            return []
+        return [f"logits: mean KL {logits.kl_mean:.2e} is above {limit:.2e}, {FLOOR_FACTOR} times the noise floor"]
+    ratio = logits.perplexity["export"] / logits.perplexity["high precision"]
+    return [] if ratio <= _DYNAMIC_PERPLEXITY else [f"logits: perplexity is {ratio:.4f} times that of high precision"]
+
+
+def _other_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype is torch.float32 else torch.float32
+
+
+def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(row[None]).logits.double().log_softmax(-1) for row in tokens])
+
+
+def _kl(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference || other) at each position, in nats."""
+    return (reference.exp() * (reference - other)).sum(-1)
+
+
+def _perplexity(log_probabilities: Tensor, tokens: Tensor) -> float:
+    picked = log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None])
+    return math.exp(-float(picked.mean()))

@@ -1,0 +1,58 @@
+"""An export's linears, as they lie on disk."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import amax_rows, multiplier_for, quantize, reciprocal, scaled_mm
+from ..model import Checkpoint, LazyTensor, TrainedLinear
+from ..store import Store
+from ..targets import StoredFormat
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """One linear as the export holds it."""
+
+    codes: LazyTensor  # [N, K]
+    weight_scale: Tensor  # [1] or [N, 1]
+    input_scale: Tensor | None
+
+
+def pair_linears(
+    checkpoint: Checkpoint, store: Store, stored: StoredFormat
+) -> tuple[dict[str, tuple[TrainedLinear, StoredLinear]], list[str]]:
+    """Find each trained linear in the export. Returns the pairs and what could not be paired, in words."""
+    pairs = {}
+    faults = []
+    for linear in checkpoint.linears:
+        key = f"{linear.name}.weight"
+        codes = store.tensors.get(key)
+        if codes is None:
+            faults.append(f"{linear.name}: the export lacks {key}")
+            continue
+        if codes.dtype == linear.weight.dtype and stored.ignored_by(linear.name):
+            continue  # kept in high precision, judged with the plain tensors
+        scale = store.tensors.get(f"{linear.name}.weight_scale")
+        given = store.tensors.get(f"{linear.name}.input_scale")
+        if codes.dtype != torch.float8_e4m3fn or codes.shape != linear.weight.shape:
+            faults.append(f"{linear.name}: expected E4M3 {linear.weight.shape}, found {codes.dtype} {codes.shape}")
+        elif scale is None or scale.shape != stored.scale_shape(codes.shape) or (given is None and stored.static_inputs):
+            faults.append(f"{linear.name}: a scale is missing or has the wrong shape")
+        else:
+            pairs[linear.name] = (
+                linear,
+                StoredLinear(codes, scale.read().float(), None if given is None else given.read().float()),
+            )
+    return pairs, faults
+
+
+def run_stored(export: StoredLinear, x_MK: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Run one exported linear as an engine does: quantise the input with 1 / input_scale, or per token when dynamic."""
+    codes, weight_scale = export.codes.read().to(x_MK.device), export.weight_scale.to(x_MK.device)
+    if export.input_scale is None:
+        multipliers = multiplier_for(amax_rows(x_MK))
+        return scaled_mm(quantize(x_MK, multipliers), codes, reciprocal(multipliers), weight_scale, bias, out_dtype)
+    multiplier = float(reciprocal(export.input_scale))
+    return scaled_mm(quantize(x_MK, multiplier), codes, float(export.input_scale), weight_scale, bias, out_dtype)
