@@ -74,7 +74,9 @@ def _learned(evidence: ScaleEvidence) -> tuple[float | str, list[str]]:
     if not bool(torch.isfinite(history).all()) or not math.isfinite(pending):
         texts.append("inf or NaN in the amax history; training kept the scale from before, and so do we")
     elif pending > 0:
-        texts.append("an amax seen after the last update (an FP8 evaluation) is in no scale yet; the stored scale holds")
+        texts.append(
+            "an amax seen after the last update (an FP8 evaluation) is in no scale yet; the stored scale holds"
+        )
     if len(history) == 0 or not bool(history.any()):
         texts.append("the history stores no amax (length 1 never does); the stored scale is what was learned")
     elif evidence.algorithm == "max" and _covers_more_than(evidence, float(history.max())):

@@ -42,7 +42,8 @@ def load_scales(path: Path) -> ScaleSet:
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r}, this program reads {_VERSION}")
         inputs, weights = (
-            {name: _scale(path, part, name, item) for name, item in content[part].items()} for part in ("inputs", "weights")
+            {name: _scale(path, part, name, item) for name, item in content[part].items()}
+            for part in ("inputs", "weights")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScaleError(
@@ -56,7 +57,9 @@ def _scale(path: Path, part: str, name: str, item: dict[str, Any]) -> Scale:
     multiplier = float(torch.tensor(item.get("multiplier", float(reciprocal(value))), dtype=torch.float32))
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     if not (math.isfinite(value) and value >= tiny and math.isfinite(multiplier) and 0 < multiplier < huge):
-        raise ScaleError(f"scale {value:g} is unusable", where=f"{path}::{part}.{name}", hint="it must be finite and positive")
+        raise ScaleError(
+            f"scale {value:g} is unusable", where=f"{path}::{part}.{name}", hint="it must be finite and positive"
+        )
     if abs(value * multiplier - 1) > 1e-6:
         raise ScaleError(
             f"scale {value:g} is not 1 / multiplier {multiplier:g}",

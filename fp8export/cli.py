@@ -13,6 +13,8 @@ from . import __version__
 from .errors import Fp8ExportError, ParityError, RequestError, ScaleError, VerifyError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .model import Checkpoint, ScaleSet
     from .report import ParityReport
 
@@ -20,8 +22,12 @@ _PATH = click.Path(path_type=Path)
 _from = click.option("--from", "source_name", metavar="SOURCE", help="Name the source when several fit.")
 _hf_config = click.option("--hf-config", type=_PATH, metavar="DIR", help="Folder with config.json and tokenizer files.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-_data = click.option("--data", type=_PATH, metavar="FILE", help="Your own text, .jsonl, or token ids in .npy/.safetensors.")
-_keep = click.option("--keep", multiple=True, metavar="PATTERN", help="Leave these layers in high precision; repeatable.")
+_data = click.option(
+    "--data", type=_PATH, metavar="FILE", help="Your own text, .jsonl, or token ids in .npy/.safetensors."
+)
+_keep = click.option(
+    "--keep", multiple=True, metavar="PATTERN", help="Leave these layers in high precision; repeatable."
+)
 _scales = click.option(
     "--scales",
     default="learned",
@@ -30,7 +36,9 @@ _scales = click.option(
     help="learned, history-max, most-recent, dynamic, or a scales.json.",
 )
 _samples = click.option("--samples", default=4, show_default=True, type=click.IntRange(1), help="Sequences of --data.")
-_length = click.option("--seq-len", default=256, show_default=True, type=click.IntRange(2), help="Tokens in a sequence.")
+_length = click.option(
+    "--seq-len", default=256, show_default=True, type=click.IntRange(2), help="Tokens in a sequence."
+)
 
 
 class _Commands(click.Group):
@@ -49,8 +57,8 @@ class _Commands(click.Group):
 def main() -> None:
     """Freeze the scales that FP8 training learned and hand them to serving engines, with proof.
 
-    Exit codes: 0 done, 2 usage, 3 the result is not good enough, 4 unreadable checkpoint or unusable scales, 5 the target
-    cannot express it, 6 cannot write, 7 refused an unsafe pickle.
+    Exit codes: 0 done, 2 usage, 3 the result is not good enough, 4 unreadable checkpoint or unusable scales,
+    5 the target cannot express it, 6 cannot write, 7 refused an unsafe pickle.
     """
 
 
@@ -60,16 +68,18 @@ def main() -> None:
 @_hf_config
 @click.option("--headers-only", is_flag=True, help="Do not read weights; stale weight scales stay unseen.")
 @_json
-def inspect_command(ckpt: Path, source_name: str | None, hf_config: Path | None, headers_only: bool, as_json: bool) -> None:
+def inspect_command(
+    ckpt: Path, source_name: str | None, hf_config: Path | None, headers_only: bool, as_json: bool
+) -> None:
     """Say what a checkpoint is, what its training learned, and whether that can be trusted."""
     from . import console
     from .health import examine
-    from .sources import recognise
+    from .sources import read_checkpoint, recognise
     from .store import open_store
 
     store = open_store(ckpt, hf_config)
     name, reason = recognise(store, source_name)
-    checkpoint = _read(store, name)
+    checkpoint = read_checkpoint(store, name)
     with _progress("reading weights", disabled=headers_only) as notify:
         findings = examine(checkpoint, weights=not headers_only, on_progress=notify)
     if as_json:
@@ -160,10 +170,14 @@ def convert_command(
     if depth == "logits" and data is None:
         raise RequestError("--parity logits needs text or tokens", hint="give some of your own with --data FILE")
     from . import console
-    from .road import convert
+    from .road import convert, inspect
     from .targets import find_target
     from .verify import verify_folder
 
+    tokens = None
+    if data is not None and depth in ("linears", "logits"):  # before an hour of work, not after it
+        checkpoint = inspect(ckpt, source_name=source_name, hf_config=hf_config)
+        tokens = _tokens(data, hf_config or ckpt, checkpoint, samples, seq_len)
     with _progress("converting", disabled=dry_run) as notify:
         done = convert(
             ckpt,
@@ -186,7 +200,7 @@ def convert_command(
         verified = verify_folder(done.out, on_progress=notify)
     parity = None
     if depth != "off" and verified.passed:
-        parity = _judge(done.checkpoint, done.scales, done.out, depth, data, samples, seq_len)
+        parity = _judge(done.checkpoint, done.scales, done.out, depth, tokens, data)
     serve = find_target(to).SERVE.format(path=done.out)
     if as_json:
         _print(json.dumps(console.conversion_data(done, verified, parity, serve), indent=2))
@@ -248,9 +262,16 @@ def parity_command(
     checkpoint = inspect(ckpt, source_name=source_name, hf_config=hf_config)
     chosen = scales_for(checkpoint, scales or claimed_scales(out))
     depth = depth or ("logits" if data else "linears")
-    report = _judge(checkpoint, chosen, out, depth, data, samples, seq_len, device)
+    tokens = _tokens(data, out, checkpoint, samples, seq_len) if data and depth != "weights" else None
+    report = _judge(checkpoint, chosen, out, depth, tokens, data, device)
     _print(report.to_json() if as_json else console.parity(report))
     _fail_on_faults(True, report, out)
+
+
+def _tokens(data: Path, folder: Path, checkpoint: "Checkpoint", samples: int, length: int) -> "Tensor":
+    from .parity.data import read_tokens
+
+    return read_tokens(data, folder, int(checkpoint.config.get("vocab_size", 0)), samples, length)
 
 
 def _judge(
@@ -258,39 +279,24 @@ def _judge(
     scales: "ScaleSet",
     out: Path,
     depth: str,
+    tokens: "Tensor | None",
     data: Path | None,
-    samples: int,
-    length: int,
     device: str | None = None,
 ) -> "ParityReport":
     from .parity import judge
-    from .parity.data import read_tokens
 
-    tokens = None
-    if data is not None and depth != "weights":
-        tokens = read_tokens(data, out, int(checkpoint.config.get("vocab_size", 0)), samples, length)
+    name = data.name if data else ""
     with _progress("parity") as notify:
         return judge(
-            checkpoint,
-            scales,
-            out,
-            depth=depth,
-            tokens=tokens,
-            data_name=data.name if data else "",
-            device=device,
-            on_progress=notify,
+            checkpoint, scales, out, depth=depth, tokens=tokens, data_name=name, device=device, on_progress=notify
         )
-
-
-def _read(store: Any, name: str) -> "Checkpoint":
-    from .sources import read_checkpoint
-
-    return read_checkpoint(store, name)
 
 
 def _fail_on_faults(verified: bool, parity: "ParityReport | None", out: Path) -> None:
     if not verified:
-        raise VerifyError("servers would misread this folder, see the faults above", where=str(out), hint="do not serve it")
+        raise VerifyError(
+            "servers would misread this folder, see the faults above", where=str(out), hint="do not serve it"
+        )
     if parity is not None and not parity.passed:
         raise ParityError(
             "the export is not the trained model, see the faults above",

@@ -90,7 +90,9 @@ def layout(done: Conversion) -> RenderableType:
         table.add_row(file.name, str(len(file.entries)), f"{file.nbytes / 1e6:.1f}")
     for name, path in done.layout.copies.items():
         table.add_row(f"{name} (copied)", "", f"{path.stat().st_size / 1e6:.3f}")
-    return Group(_summary(done), table, Text(f"nothing was written; {done.layout.nbytes / 1e6:.1f} MB would go to {done.out}"))
+    return Group(
+        _summary(done), table, Text(f"nothing was written; {done.layout.nbytes / 1e6:.1f} MB would go to {done.out}")
+    )
 
 
 def layout_data(done: Conversion) -> dict[str, Any]:
@@ -98,7 +100,8 @@ def layout_data(done: Conversion) -> dict[str, Any]:
         **_summary_data(done),
         "bytes": done.layout.nbytes,
         "files": {
-            file.name: {e.name: {"dtype": e.dtype, "shape": list(e.shape)} for e in file.entries} for file in done.layout.files
+            file.name: {e.name: {"dtype": e.dtype, "shape": list(e.shape)} for e in file.entries}
+            for file in done.layout.files
         },
         "copies": sorted(done.layout.copies),
     }
@@ -196,7 +199,10 @@ def parity(report: ParityReport, worst: bool = False) -> RenderableType:
     parts: list[RenderableType] = [Text(title), table]
     if outputs:
         parts.append(
-            Text("output error: export against reference on the same input; the next two against high precision.", style="dim")
+            Text(
+                "output error: export against reference on the same input; the next two against high precision.",
+                style="dim",
+            )
         )
     if report.logits is not None:
         parts.append(_logits(report))
@@ -207,7 +213,14 @@ def parity(report: ParityReport, worst: bool = False) -> RenderableType:
 
 def _row(linear: LinearParity, outputs: bool) -> list[str]:
     weights = linear.exactness + (f" ({linear.why})" if linear.why else "")
-    row = [linear.name, weights, linear.input_scale, f"{linear.sqnr_db:.2f}", f"{linear.clipped:.4%}", f"{linear.flushed:.4%}"]
+    row = [
+        linear.name,
+        weights,
+        linear.input_scale,
+        f"{linear.sqnr_db:.2f}",
+        f"{linear.clipped:.4%}",
+        f"{linear.flushed:.4%}",
+    ]
     if outputs:
         numbers = (linear.output_error, linear.training_error, linear.export_error)
         row += ["" if n is None else f"{n:.2e}" for n in numbers]
@@ -219,10 +232,11 @@ def _row(linear: LinearParity, outputs: bool) -> list[str]:
 def _logits(report: ParityReport) -> RenderableType:
     found = report.logits
     assert found is not None
+    sequence, position = found.kl_max_at
     table = Table("logits", "value", title_justify="left")
     rows: Mapping[str, str] = {
         "KL(reference || export) mean": f"{found.kl_mean:.3e}",
-        "  p99 / max": f"{found.kl_p99:.3e} / {found.kl_max:.3e} at sequence {found.kl_max_at[0]}, token {found.kl_max_at[1]}",
+        "  p99 / max": f"{found.kl_p99:.3e} / {found.kl_max:.3e} at {sequence}:{position} (sequence:token)",
         "noise floor (same codes, another residual type)": f"{found.noise_floor_kl:.3e}",
         "KL(reference || high precision)": f"{found.high_precision_kl:.3e}",
         "top-1 / top-5 agreement": f"{found.top1_agreement:.2%} / {found.top5_agreement:.2%}",

@@ -70,7 +70,9 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
         found.append(Finding("dead", name, slot, f"{len(history)} amaxes of zero"))
     configured = evidence.configured_history
     if configured is not None and configured != len(evidence.amax_history) + 1:
-        found.append(Finding("short history", name, slot, f"{len(evidence.amax_history) + 1} rows, {configured} configured"))
+        found.append(
+            Finding("short history", name, slot, f"{len(evidence.amax_history) + 1} rows, {configured} configured")
+        )
     positive = finite[1:][finite[1:] > 0]
     if len(positive) > 2:
         newest, median = float(positive[0]), float(positive.median())
@@ -89,4 +91,11 @@ def _stale(linear: TrainedLinear, evidence: ScaleEvidence) -> list[Finding]:
             clipped += count_clipped(rows, evidence.multiplier)
     if not clipped:
         return []
-    return [Finding("stale", linear.name, "weight", f"{clipped} codes clip: amax {largest:.4g}, the scale covers {E4M3_MAX / evidence.multiplier:.4g}")]
+    return [
+        Finding(
+            "stale",
+            linear.name,
+            "weight",
+            f"{clipped} codes clip: amax {largest:.4g}, the scale covers {E4M3_MAX / evidence.multiplier:.4g}",
+        )
+    ]

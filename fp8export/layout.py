@@ -54,8 +54,9 @@ class OutFile:
 
     @property
     def entries(self) -> list[Entry]:
-        """Sorted as safetensors' own writer does: falling item size, then name."""
-        return sorted((e for j in self.jobs for e in j.entries), key=lambda e: (-DTYPES[e.dtype].itemsize, e.name))
+        """Sorted as safetensors' own writer does: by type, wide ones first, then by name."""
+        order = {name: rank for rank, name in enumerate(DTYPES)}
+        return sorted((e for j in self.jobs for e in j.entries), key=lambda e: (order[e.dtype], e.name))
 
     def header(self) -> tuple[bytes, dict[str, int]]:
         """Return the safetensors header, length prefix included, and each tensor's offset in the file."""

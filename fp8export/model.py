@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# safetensors' names for the element types; the order of a tensor in a file depends on their size
+# safetensors' names for the element types, in the order in which its writer lays tensors into a file
 _DTYPE_NAMES = {
+    "U64": "uint64",
+    "I64": "int64",
     "F64": "float64",
     "F32": "float32",
-    "F16": "float16",
+    "U32": "uint32",
+    "I32": "int32",
     "BF16": "bfloat16",
+    "F16": "float16",
+    "U16": "uint16",
+    "I16": "int16",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
     "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
     "U8": "uint8",
     "BOOL": "bool",
 }

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from . import arch
 from .errors import RequestError, ScaleError
 from .model import Checkpoint, Grain, ModelPlan, Note, QuantizedLinear, Scale, ScaleSet, Scheme, TrainedLinear
 
@@ -92,14 +91,18 @@ def matches(pattern: str, name: str) -> bool:
         try:
             return re.match(pattern[3:], name) is not None
         except re.error as error:
-            raise RequestError(f"--keep {pattern!r} is not a regular expression: {error}", hint="mind the quoting") from error
+            raise RequestError(
+                f"--keep {pattern!r} is not a regular expression: {error}", hint="mind the quoting"
+            ) from error
     return fnmatchcase(name, pattern)
 
 
 def _static(
     chosen: list[TrainedLinear], scales: ScaleSet, scheme: Scheme
 ) -> tuple[tuple[QuantizedLinear, ...], list[Note]]:
-    without = {c.name: scales.missing.get(c.name, "not in the scale set") for c in chosen if c.name not in scales.inputs}
+    without = {
+        c.name: scales.missing.get(c.name, "not in the scale set") for c in chosen if c.name not in scales.inputs
+    }
     without |= {c.name: scales.missing[c.name] for c in chosen if c.name in scales.missing}
     if without:
         raise ScaleError(
@@ -147,5 +150,3 @@ def _grain(linears: tuple[QuantizedLinear, ...], wanted: str) -> Grain:
 def _group(reasons: Mapping[str, str]) -> str:
     texts = list(dict.fromkeys(reason.partition(" (")[0] for reason in reasons.values()))
     return "; ".join(texts[:3])
-
-

@@ -70,9 +70,9 @@ def _by_tensor(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: bool,
         _cast(linear, used[linear.name], sink)
     records = []
     for linear in linears:
-        scale = reciprocal(used[linear.name])
-        rows = linear.weight.shape[0] if grain is Grain.CHANNEL else 1
-        sink(f"{linear.name}.weight_scale", 0, scale.expand(rows, *([1] if grain is Grain.CHANNEL else [])))
+        scale = float(reciprocal(used[linear.name]))
+        shape = (linear.weight.shape[0], 1) if grain is Grain.CHANNEL else (1,)
+        sink(f"{linear.name}.weight_scale", 0, torch.full(shape, scale))
         if linear in outgrown:
             how = "recomputed: the weight outgrew its learned scale"
         elif linear.weight_scale is None:
@@ -82,7 +82,7 @@ def _by_tensor(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: bool,
         else:
             how = str(linear.weight_scale.how)
         seen = casts[linear.name]
-        records.append(_record(linear, how, float(scale), seen.clipped / max(1, linear.weight.numel), seen.amax))
+        records.append(_record(linear, how, scale, seen.clipped / max(1, linear.weight.numel), seen.amax))
     return records
 
 
@@ -96,7 +96,11 @@ def _by_row(linear: QuantizedLinear, sink: Sink) -> Record:
         scales = reciprocal(multipliers)
         sink(f"{linear.name}.weight", lo, quantize(rows, multipliers))
         sink(f"{linear.name}.weight_scale", lo, scales)
-        low, high, largest = min(low, float(scales.min())), max(high, float(scales.max())), max(largest, float(peaks.max()))
+        low, high, largest = (
+            min(low, float(scales.min())),
+            max(high, float(scales.max())),
+            max(largest, float(peaks.max())),
+        )
     return _record(linear, f"{How.COMPUTED} for each row", [low, high], 0.0, largest)
 
 

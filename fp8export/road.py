@@ -86,6 +86,10 @@ def convert(
     if weights not in _WEIGHTS:
         raise RequestError(f"--weights {weights}", hint=f"choose one of {', '.join(_WEIGHTS)}")
     destination = Path(out) if out is not None else _default_out(source)
+    if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
+        raise RequestError(
+            "the destination lies inside the checkpoint", where=str(destination), hint="choose another -o"
+        )
     checkpoint = inspect(source, source_name=source_name, hf_config=hf_config)
     chosen = scales_for(checkpoint, scales)
     scheme = Scheme(scales if scales in (*POLICIES, "dynamic") else "file", weights, tuple(keep), strict)

@@ -58,7 +58,7 @@ class _Tensor:
 def verify_folder(
     folder: Path, *, codes: bool = True, on_progress: Callable[[int, int, str], None] | None = None
 ) -> VerifyReport:
-    """Check every rule and return all faults. `codes=False` skips reading the weight codes (headers and scales only)."""
+    """Check every rule and return all faults. `codes=False` reads headers and scales only."""
     faults: list[Fault] = []
     config: Mapping[str, Any] = {}
     try:
@@ -102,8 +102,12 @@ def _tensors(folder: Path, faults: list[Fault]) -> dict[str, _Tensor]:
         except CheckpointError as error:
             faults.append(_from_error("index", error, index))
         if single.is_file():
-            faults.append(Fault("index", "model.safetensors lies beside an index: loaders differ in which they take", str(single)))
-    names = sorted({name for name in weight_map.values() if isinstance(name, str)}) if index.is_file() else [single.name]
+            faults.append(
+                Fault("index", "model.safetensors lies beside an index: loaders differ in which they take", str(single))
+            )
+    names = (
+        sorted({name for name in weight_map.values() if isinstance(name, str)}) if index.is_file() else [single.name]
+    )
     tensors: dict[str, _Tensor] = {}
     for name in names:
         if any(c in name for c in "/\\:\0") or name in ("", ".", ".."):
@@ -128,7 +132,9 @@ def _tensors(folder: Path, faults: list[Fault]) -> dict[str, _Tensor]:
             tensors[key] = _Tensor(info, path, tensor_at(path, info.offset, info.shape, DTYPES[info.dtype], where))
     for key, shard in weight_map.items():
         if key not in tensors or tensors[key].file.name != shard:
-            faults.append(Fault("index", "the index names a tensor that its shard does not hold", f"{index}: {key} -> {shard}"))
+            faults.append(
+                Fault("index", "the index names a tensor that its shard does not hold", f"{index}: {key} -> {shard}")
+            )
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in names:
             faults.append(Fault("stray", "a weight file that the index does not name: vLLM may load it", str(path)))
@@ -155,7 +161,9 @@ def _pairs(tensors: Mapping[str, _Tensor], stored: StoredFormat | None) -> Itera
         if stored.static_inputs:
             wanted["input_scale"] = (1,)
         elif f"{module}.input_scale" in tensors:
-            yield Fault("config", "a static input scale, but the config says dynamic", f"{tensor.file}::{module}.input_scale")
+            yield Fault(
+                "config", "a static input scale, but the config says dynamic", f"{tensor.file}::{module}.input_scale"
+            )
         for name, shape in wanted.items():
             scale = tensors.get(f"{module}.{name}")
             if scale is None:
@@ -173,13 +181,17 @@ def _exclusions(tensors: Mapping[str, _Tensor], stored: StoredFormat, config: Ma
     names = set(modules)
     if config.get("tie_word_embeddings", True):
         names.add("lm_head")  # exists in the model, shares its bytes with the embedding
-    for pattern in stored.dead_patterns(names):
-        yield Fault("exclude", f"the pattern {pattern!r} matches nothing: the layer it meant is not protected", "config.json")
+    for dead in stored.dead_patterns(names):
+        yield Fault(
+            "exclude", f"the pattern {dead!r} matches nothing: the layer it meant is not protected", "config.json"
+        )
     for module, tensor in modules.items():
         pattern = stored.ignored_by(module)
         where = f"{tensor.file}::{module}.weight"
         if tensor.info.dtype == _FP8 and pattern:
-            yield Fault("exclude", f"an FP8 weight is excluded by {pattern!r}: loaders have no place for its scales", where)
+            yield Fault(
+                "exclude", f"an FP8 weight is excluded by {pattern!r}: loaders have no place for its scales", where
+            )
         if arch.is_matrix(f"{module}.weight", tensor.data) and not arch.is_embedding(module) and not pattern:
             yield Fault("exclude", "a high-precision matrix is not excluded: loaders would take it for FP8", where)
     if not any(tensor.info.dtype == _FP8 for tensor in tensors.values()):
@@ -205,7 +217,9 @@ def _fused(tensors: Mapping[str, _Tensor], stored: StoredFormat) -> Iterator[Fau
         for name in shared:
             values = {_scalar(tensors.get(f"{m}.{name}")) for m in fp8}
             if len(values - {None}) > 1:
-                yield Fault("fused", f"members of a fused set have different {name}: engines requantise", ", ".join(fp8))
+                yield Fault(
+                    "fused", f"members of a fused set have different {name}: engines requantise", ", ".join(fp8)
+                )
 
 
 def _scale_values(tensors: Mapping[str, _Tensor]) -> Iterator[Fault]:
@@ -222,7 +236,9 @@ def _codes(tensors: Mapping[str, _Tensor], on_progress: Callable[[int, int, str]
     for key, tensor in weights.items():
         on_progress(done, total, key)
         if any(has_nan_code(tensor.data.read(lo, hi)) for lo, hi in tensor.data.chunks()):
-            yield Fault("codes", "a NaN code (0x7F or 0xFF) in the weight: no loader checks for it", f"{tensor.file}::{key}")
+            yield Fault(
+                "codes", "a NaN code (0x7F or 0xFF) in the weight: no loader checks for it", f"{tensor.file}::{key}"
+            )
         done += tensor.info.nbytes
 
 

@@ -1,8 +1,8 @@
 """Layout -> folder. The only file that writes weights: streaming, atomic, resumable.
 
-Everything happens in `OUT.partial`; nothing there has a config.json until the very end, so no server loads it. A finished
-file is renamed from `NAME.partial` and gets a receipt with the layout's fingerprint and what its jobs reported. A run
-that finds a receipt of its own fingerprint keeps the file. At last the folder is renamed to OUT.
+Everything happens in `OUT.partial`; nothing there has a config.json until the very end, so no server loads it. A
+finished file is renamed from `NAME.partial` and gets a receipt: the layout's fingerprint and what its jobs reported. A
+run that finds a receipt of its own fingerprint keeps the file. At last the folder is renamed to OUT.
 """
 
 import contextlib
@@ -109,9 +109,7 @@ def _write_file(
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, partial / file.name)
-    write_small(
-        partial / (file.name + _RECEIPT), json.dumps({"fingerprint": fingerprint, "records": records}).encode()
-    )
+    write_small(partial / (file.name + _RECEIPT), json.dumps({"fingerprint": fingerprint, "records": records}).encode())
     return records
 
 

@@ -1,8 +1,8 @@
 """The law: what an E4M3 code is, in plain torch.
 
 Dimension letters: M tokens, N outputs, K inputs. A *scale* gives real = code * scale; a *multiplier* is what the value
-was multiplied by before the cast. The two are each other's float32 reciprocal, which is not exact both ways, so the cast
-always takes the multiplier that the trainer used.
+was multiplied by before the cast. The two are each other's float32 reciprocal, which is not exact both ways, so the
+cast always takes the multiplier that the trainer used.
 """
 
 import torch
@@ -15,7 +15,7 @@ E4M3_MAX = 448.0
 SATURATES_ABOVE = 464.0
 # Below this an amax tells nothing: 448 / amax would overflow float32, or its reciprocal leave the normal range.
 _SMALLEST_AMAX = 1e-30
-# In-place passes over a buffer that stays in the second-level cache are 7 to 18 times faster than whole-tensor temporaries.
+# In-place passes over a buffer that stays in the cache are 7 to 18 times faster than whole-tensor temporaries.
 _CHUNK = 1 << 18
 
 
@@ -84,7 +84,9 @@ def amax_rows(x_NK: Tensor) -> Tensor:
 def multiplier_for(largest: float | Tensor) -> Tensor:
     """Return the float32 multiplier that maps an amax to 448. A zero amax gives 1."""
     value = torch.as_tensor(largest, dtype=torch.float32)
-    return torch.where(value > 0, E4M3_MAX / value.clamp(min=_SMALLEST_AMAX), torch.ones_like(value))
+    # tensor by tensor: torch turns number / tensor into a product with the reciprocal, which rounds twice
+    quotient = torch.full_like(value, E4M3_MAX) / value.clamp(min=_SMALLEST_AMAX)
+    return torch.where(value > 0, quotient, torch.ones_like(value))
 
 
 def reciprocal(value: float | Tensor) -> Tensor:
@@ -101,4 +103,5 @@ def count_clipped(x: Tensor, multiplier: float) -> int:
 def has_nan_code(codes: Tensor) -> bool:
     """Tell whether E4M3 codes hold 0x7F or 0xFF, the two NaNs."""
     raw = codes.view(torch.uint8).reshape(-1)
-    return any(int((part & 0x7F).max()) == 0x7F for part in raw.split(_CHUNK * 4))
+    step = _CHUNK * 4
+    return any(int((raw[lo : lo + step] & 0x7F).max()) == 0x7F for lo in range(0, len(raw), step))

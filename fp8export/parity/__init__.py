@@ -53,7 +53,9 @@ def judge(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = ParityReport(
         depth=depth,
-        reference="the training-time FP8 forward" if scales.inputs else "the high-precision forward: nothing was learned",
+        reference="the training-time FP8 forward"
+        if scales.inputs
+        else "the high-precision forward: nothing was learned",
         device=place,
         kernel="torch reference",
         data="" if depth == "weights" else data_name or "inputs drawn at the learned amax",
@@ -73,7 +75,11 @@ def judge(
     if depth == "weights":
         return report
 
-    forwards = Forwards(checkpoint, scales, {n: e for n, (_, e) in linears.items()}, store, place) if tokens is not None else None
+    forwards = (
+        Forwards(checkpoint, scales, {n: e for n, (_, e) in linears.items()}, store, place)
+        if tokens is not None
+        else None
+    )
     captured = forwards.capture(tokens) if forwards is not None and tokens is not None else {}
     for linear in report.linears:
         notify(0, 0, linear.name)

@@ -17,7 +17,7 @@ from ..kernels import (
     quantize,
     reciprocal,
 )
-from ..model import Checkpoint, Grain, LazyTensor, ScaleSet, TrainedLinear
+from ..model import Checkpoint, Grain, ScaleSet, TrainedLinear
 from ..report import LinearParity
 from ..store import Store
 from ..targets import StoredFormat

@@ -23,7 +23,9 @@ def read_tokens(path: Path, folder: Path, vocabulary: int, samples: int, length:
     file holds too little, CheckpointError when it is damaged.
     """
     if not path.is_file():
-        raise RequestError("no such data file", where=str(path), hint="give --data a text, .jsonl, .npy or .safetensors file")
+        raise RequestError(
+            "no such data file", where=str(path), hint="give --data a text, .jsonl, .npy or .safetensors file"
+        )
     if path.suffix in (".npy", ".safetensors"):
         ids = _ids_from_npy(path) if path.suffix == ".npy" else _ids_from_safetensors(path)
         if ids.ndim == 2 and ids.shape[1] >= 2:
@@ -35,7 +37,9 @@ def read_tokens(path: Path, folder: Path, vocabulary: int, samples: int, length:
         stream = _encode(text, folder, vocabulary)
     if len(stream) < length:
         raise RequestError(
-            f"{len(stream)} tokens are fewer than one sequence of {length}", where=str(path), hint="give more text or --seq-len"
+            f"{len(stream)} tokens are fewer than one sequence of {length}",
+            where=str(path),
+            hint="give more text or --seq-len",
         )
     count = min(samples, len(stream) // length)
     step = (len(stream) - length) // max(1, count - 1) if count > 1 else 0
@@ -48,7 +52,9 @@ def _ids_from_npy(path: Path) -> Tensor:
     try:
         return torch.from_numpy(numpy.load(path, allow_pickle=False).astype("int64"))
     except (ValueError, OSError, EOFError) as error:
-        raise CheckpointError(f"not an array of token ids: {error}", where=str(path), hint="save it with numpy.save") from error
+        raise CheckpointError(
+            f"not an array of token ids: {error}", where=str(path), hint="save it with numpy.save"
+        ) from error
 
 
 def _ids_from_safetensors(path: Path) -> Tensor:
@@ -87,12 +93,14 @@ def _encode(text: bytes, folder: Path, vocabulary: int) -> Tensor:
             f"text needs a tokenizer and {folder} has none",
             hint="put the tokenizer beside config.json, or give token ids as .npy or .safetensors",
         )
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.empty(0, dtype=torch.int64)
 
 
 def _checked(ids: Tensor, vocabulary: int, path: Path) -> Tensor:
     if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise RequestError(
-            f"token ids are outside the vocabulary of {vocabulary}", where=str(path), hint="were they made for this model?"
+            f"token ids are outside the vocabulary of {vocabulary}",
+            where=str(path),
+            hint="were they made for this model?",
         )
     return ids

@@ -5,7 +5,7 @@ End to end, FP8 is chaotic: one BF16 rounding upstream flips codes downstream by
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,7 +110,9 @@ class Forwards:
                 tensors[f"{linear.name}.bias"] = linear.bias
         return tensors
 
-    def _model(self, tensors: Mapping[str, LazyTensor], linears: Mapping[str, nn.Module], dtype: torch.dtype) -> nn.Module:
+    def _model(
+        self, tensors: Mapping[str, LazyTensor], linears: Mapping[str, nn.Module], dtype: torch.dtype
+    ) -> nn.Module:
         model = _empty_model(self.checkpoint.config, dtype)
         for name, module in linears.items():
             parent, _, last = name.rpartition(".")
@@ -118,7 +120,9 @@ class Forwards:
         own = {key for name in linears for key in (f"{name}.weight", f"{name}.bias")}
         state = {key: tensor.read() for key, tensor in tensors.items() if key not in own}
         absent, unknown = model.load_state_dict(state, strict=False)
-        absent = [key for key in absent if key != "lm_head.weight" or not self.checkpoint.config.get("tie_word_embeddings")]
+        absent = [
+            key for key in absent if key != "lm_head.weight" or not self.checkpoint.config.get("tie_word_embeddings")
+        ]
         if absent or unknown:
             raise CheckpointError(
                 "config.json describes another model than the tensors",
@@ -133,10 +137,13 @@ def _empty_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise RequestError("transformers is not installed", hint="pip install 'fp8export[hf]'") from error
-    settings = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype", "model_type")}
+    settings = {
+        k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype", "model_type")
+    }
     try:
         built = AutoConfig.for_model(config["model_type"], **settings)
-        model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=dtype)
+        build: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+        model = build(built, dtype=dtype)
     except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"transformers cannot build this model: {error}", where="config.json", hint="name a known model_type"

@@ -38,7 +38,9 @@ def pair_linears(
         given = store.tensors.get(f"{linear.name}.input_scale")
         if codes.dtype != torch.float8_e4m3fn or codes.shape != linear.weight.shape:
             faults.append(f"{linear.name}: expected E4M3 {linear.weight.shape}, found {codes.dtype} {codes.shape}")
-        elif scale is None or scale.shape != stored.scale_shape(codes.shape) or (given is None and stored.static_inputs):
+        elif (
+            scale is None or scale.shape != stored.scale_shape(codes.shape) or (given is None and stored.static_inputs)
+        ):
             faults.append(f"{linear.name}: a scale is missing or has the wrong shape")
         else:
             pairs[linear.name] = (

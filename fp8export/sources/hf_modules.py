@@ -81,7 +81,9 @@ def _tied_head(store: Store, config: dict[str, Any], notes: list[Note]) -> dict[
     if _same(head, embedding):
         return {"lm_head.weight": "tied to model.embed_tokens.weight and equal to it"}
     config["tie_word_embeddings"] = False
-    notes.append(Note("the config ties lm_head to the embedding but their values differ: written untied", "lm_head.weight"))
+    notes.append(
+        Note("the config ties lm_head to the embedding but their values differ: written untied", "lm_head.weight")
+    )
     return {}
 
 

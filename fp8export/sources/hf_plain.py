@@ -6,7 +6,9 @@ from . import hf_modules
 
 
 def recognise(store: Store) -> str | None:
-    if "quantization_config" in store.config or any(key.endswith("._extra_state") for key in (*store.tensors, *store.objects)):
+    if "quantization_config" in store.config or any(
+        key.endswith("._extra_state") for key in (*store.tensors, *store.objects)
+    ):
         return None
     if any(str(tensor.dtype).startswith("torch.float8") for tensor in store.tensors.values()):
         return None

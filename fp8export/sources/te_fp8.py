@@ -76,7 +76,11 @@ def read(store: Store) -> Checkpoint:
                 where=origins[module],
                 hint="only te.Linear in place of nn.Linear is read so far",
             )
-    notes: list[Note] = []
+    notes = [
+        Note("the stored scale_inv is not 1 / scale: the scale was taken", module)
+        for module, state in states.items()
+        if isinstance(state, DelayedState) and state.stale_inverse
+    ]
 
     def evidence(module: str) -> hf_modules.Evidence:
         state = states.get(module, "no _extra_state: the layer never ran under FP8, or its state was stripped")
@@ -88,8 +92,6 @@ def read(store: Store) -> Checkpoint:
                 where=origins[module],
                 hint="only te.Linear in place of nn.Linear is read so far",
             )
-        if state.stale_inverse:
-            notes.append(Note("the stored scale_inv is not 1 / scale: the scale was taken", module))
         return _slot(state, _WEIGHT, origins[module]), _slot(state, _INPUT, origins[module]), ""
 
     return hf_modules.build(
@@ -152,8 +154,10 @@ def _delayed(payload: Mapping[str, Any], origin: str) -> DelayedState:
     folds = deferred and bool(extra.get("update_amax_and_scale_fwd", pending.any()))
     inverse = payload.get("scale_inv_fwd")
     # the weight's inverse may lag in 1.x while a cached weight is reused; the input's may not
-    stale = isinstance(inverse, Tensor) and inverse.shape == scale.shape and bool(
-        (inverse[_INPUT] * scale[_INPUT] - 1).abs() > 1e-5
+    stale = (
+        isinstance(inverse, Tensor)
+        and inverse.shape == scale.shape
+        and bool((inverse[_INPUT] * scale[_INPUT] - 1).abs() > 1e-5)
     )
     active = scale[scale != 1]
     return DelayedState(
@@ -228,8 +232,12 @@ def _describe(states: Mapping[str, DelayedState | str]) -> str:
         return f"Transformer Engine, nothing learned: {reason[0][0]}" if reason else "Transformer Engine"
     first = delayed[0]
     length = first.configured_history or len(first.history)
-    assumed = "" if first.recipe else "; the state names no recipe (Transformer Engine 1.x or older): margin 0 and max assumed"
+    assumed = (
+        ""
+        if first.recipe
+        else "; the state names no recipe (Transformer Engine 1.x or older): margin 0 and max assumed"
+    )
     return (
-        f"Transformer Engine delayed scaling: E4M3 forward, history {length}, {first.algorithm}, margin {first.margin}, "
-        f"{len(delayed)} modules{assumed}"
+        f"Transformer Engine delayed scaling: E4M3 forward, history {length}, {first.algorithm}, "
+        f"margin {first.margin}, {len(delayed)} modules{assumed}"
     )

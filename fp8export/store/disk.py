@@ -11,7 +11,18 @@ from ..errors import CheckpointError
 from ..model import LazyTensor
 
 _LFS_POINTER = b"version https://git-lfs"
-_WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp", ".index.json")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".distcp",
+    ".index.json",
+)
 
 
 def is_weight_file(path: Path) -> bool:
@@ -30,7 +41,9 @@ def refuse_pointer(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise CheckpointError(
-                "this is a Git LFS pointer, not the file itself", where=str(path), hint="run `git lfs pull` in that folder"
+                "this is a Git LFS pointer, not the file itself",
+                where=str(path),
+                hint="run `git lfs pull` in that folder",
             )
 
 
@@ -56,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_bytes(path: Path, offset: int, length: int, origin: str) -> Tensor:
     """Return uint8 [length]. Reads instead of mapping: a file that shrinks under a mapping kills the process."""
     out = torch.empty(length, dtype=torch.uint8)
-    view = memoryview(out.numpy())
+    view = memoryview(out.numpy().data)
     done = 0
     try:
         with open(path, "rb", buffering=0) as file:
@@ -67,7 +80,9 @@ def read_bytes(path: Path, offset: int, length: int, origin: str) -> Tensor:
                     break
                 done += count
     except OSError as error:
-        raise CheckpointError(f"cannot read: {error.strerror}", where=origin, hint="check the disk and the mount") from error
+        raise CheckpointError(
+            f"cannot read: {error.strerror}", where=origin, hint="check the disk and the mount"
+        ) from error
     if done != length:
         raise CheckpointError(
             f"the file ends {length - done} bytes too early", where=origin, hint="it was cut short: fetch it again"

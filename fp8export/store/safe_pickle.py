@@ -70,7 +70,7 @@ def _latin1(text: str, encoding: str = "latin1") -> bytes:
 
 def _load_legacy(data: bytes) -> object:
     """torch pickles each tensor as a whole torch.save stream and would load it without limits."""
-    return _torch_load(data, "a tensor inside the pickle")
+    return _torch_load(data, "")  # the door adds where
 
 
 def _torch_load(data: bytes, origin: str) -> object:
@@ -82,7 +82,9 @@ def _torch_load(data: bytes, origin: str) -> object:
             raise _refused(name[1], origin) from error
         raise CheckpointError("damaged torch data", where=origin, hint="fetch the checkpoint again") from error
     except Exception as error:  # torch's own parser raises whatever its damaged input provokes
-        raise CheckpointError(f"damaged torch data: {error}", where=origin, hint="fetch the checkpoint again") from error
+        raise CheckpointError(
+            f"damaged torch data: {error}", where=origin, hint="fetch the checkpoint again"
+        ) from error
 
 
 def _refused(name: str, origin: str) -> UnsafePickleError:
@@ -93,7 +95,9 @@ def _refused(name: str, origin: str) -> UnsafePickleError:
     )
 
 
-def _as_tensor(storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object) -> StoredTensor:
+def _as_tensor(
+    storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> StoredTensor:
     return StoredTensor(storage, offset, tuple(shape), tuple(stride), storage.dtype)
 
 
@@ -217,5 +221,3 @@ def load_extra_state(data: bytes, origin: str) -> object:
 def load_torch_file(data: bytes, origin: str) -> object:
     """Unpickle `data.pkl` of a torch.save archive. Tensors come back as `StoredTensor`, without their bytes."""
     return _load(data, _TORCH_FILE, origin)
-
-

@@ -1,9 +1,13 @@
-"""torch.save archives: an uncompressed zip of one pickle and one member per storage (torch/serialization.py, >= 1.6)."""
+"""torch.save archives: an uncompressed zip of one pickle and one member per storage.
+
+Source: torch/serialization.py since 1.6.
+"""
 
 import io
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -25,9 +29,13 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
             members = {info.filename: info for info in archive.infolist()}
             pickles = [name for name in members if name.endswith("/data.pkl") or name == "data.pkl"]
             if len(pickles) != 1:
-                raise CheckpointError("a zip, but not made by torch.save", where=str(path), hint="expected one data.pkl inside")
+                raise CheckpointError(
+                    "a zip, but not made by torch.save", where=str(path), hint="expected one data.pkl inside"
+                )
             if members[pickles[0]].compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError("compressed zip", where=str(path), hint="torch.save never compresses: save it again")
+                raise CheckpointError(
+                    "compressed zip", where=str(path), hint="torch.save never compresses: save it again"
+                )
             prefix = pickles[0].removesuffix("data.pkl")
             order = archive.read(f"{prefix}byteorder") if f"{prefix}byteorder" in members else b"little"
             data = archive.read(pickles[0])
@@ -43,15 +51,18 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
     root = load_torch_file(data, f"{path.name}::{pickles[0]}")
     state = _model_part(root)
     if state is None:
-        raise CheckpointError("no state dict inside", where=str(path), hint="expected torch.save(model.state_dict(), ...)")
+        raise CheckpointError(
+            "no state dict inside", where=str(path), hint="expected torch.save(model.state_dict(), ...)"
+        )
     tensors: dict[str, LazyTensor] = {}
     objects: dict[str, object] = {}
     for key, value in state.items():
         name = str(key)
-        if isinstance(value, StoredTensor):
-            tensors[name] = _lazy(path, members, prefix, name, value)
+        found = _resolve(value, partial(_lazy, path, members, prefix, name), depth=4)
+        if isinstance(found, LazyTensor):
+            tensors[name] = found
         else:
-            objects[name] = _resolve(value, lambda t, name=name: _lazy(path, members, prefix, name, t), depth=4)
+            objects[name] = found
     return tensors, objects
 
 

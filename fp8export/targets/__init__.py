@@ -56,6 +56,6 @@ def read_format(config: Mapping[str, Any]) -> tuple[StoredFormat | None, tuple[s
         return None, ("config.json has no quantization_config: servers would take FP8 bytes for plain weights",)
     method = quantization.get("quant_method")
     for target in TARGETS.values():
-        if target.QUANT_METHOD == method:
+        if method == target.QUANT_METHOD:
             return target.read_format(quantization)
     return None, (f"quant_method {method!r} is not a format this program writes",)

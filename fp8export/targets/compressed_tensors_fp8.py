@@ -28,7 +28,11 @@ def problems(plan: ModelPlan) -> tuple[str, ...]:
 
 
 def lay_out(plan: ModelPlan, options: Options) -> Layout:
-    inputs = {"strategy": "token", "dynamic": True} if plan.scheme.dynamic_inputs else {"strategy": "tensor", "dynamic": False}
+    inputs = (
+        {"strategy": "token", "dynamic": True}
+        if plan.scheme.dynamic_inputs
+        else {"strategy": "tensor", "dynamic": False}
+    )
     quantization = {
         "quant_method": QUANT_METHOD,
         "format": "float-quantized",

@@ -1,0 +1,1 @@
+"""Tiny checkpoints, each written the way its own framework writes it."""
