@@ -10,9 +10,12 @@ import errno
 import io
 import json
 import os
+import queue
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial as partial_call
 from pathlib import Path
 
 import torch
@@ -66,10 +69,11 @@ def _fill(layout: Layout, partial: Path, on_progress: Progress) -> list[Record]:
     total = sum(file.nbytes for file in layout.files)
     written = sum(file.nbytes for file in layout.files if file.name in done)
     _check_space(partial, layout.nbytes - written)
-    for file in layout.files:
-        if file.name not in done:
-            done[file.name] = _write_file(partial, file, layout.fingerprint, written, total, on_progress)
-            written += file.nbytes
+    with _Background() as background:
+        for file in layout.files:
+            if file.name not in done:
+                done[file.name] = _stream(partial, file, layout.fingerprint, background, written, total, on_progress)
+                written += file.nbytes
     on_progress(total, total, "")
     for name, source in layout.copies.items():
         target = partial / name
@@ -82,35 +86,91 @@ def _fill(layout: Layout, partial: Path, on_progress: Progress) -> list[Record]:
     return records
 
 
-def _write_file(
-    partial: Path, file: OutFile, fingerprint: str, before: int, total: int, on_progress: Progress
+def _stream(
+    partial: Path,
+    file: OutFile,
+    fingerprint: str,
+    background: "_Background",
+    before: int,
+    total: int,
+    on_progress: Progress,
 ) -> list[Record]:
+    """Compute the file's rows here while the background writes the rows before, and finishes the file before."""
     header, offsets = file.header()
     entries = {entry.name: entry for entry in file.entries}
     temporary = partial / f"{file.name}.partial"
+    handle = open(temporary, "wb", buffering=0)  # noqa: SIM115 - closed in the background, after the last row
+    background.closes(handle)
+    _reserve(handle.fileno(), file.nbytes)
+    background.put(partial_call(_write_at, handle, header, 0))
+
+    def sink(name: str, row: int, rows: Tensor) -> None:
+        entry = entries[name]
+        raw = rows.contiguous().reshape(-1).view(torch.uint8).numpy()
+        background.put(partial_call(_write_at, handle, raw.data, offsets[name] + row * entry.row_bytes))
+
     records: list[Record] = []
-    try:
-        with open(temporary, "wb", buffering=0) as handle:
-            _reserve(handle.fileno(), file.nbytes)
-            _write_at(handle, header, 0)
+    position = before
+    for job in file.jobs:
+        on_progress(position, total, job.entries[0].name)
+        records += job.run(sink)
+        position += job.nbytes
 
-            def sink(name: str, row: int, rows: Tensor) -> None:
-                entry = entries[name]
-                raw = rows.contiguous().reshape(-1).view(torch.uint8).numpy()
-                _write_at(handle, raw.data, offsets[name] + row * entry.row_bytes)
+    def finish() -> None:
+        os.fsync(handle.fileno())
+        handle.close()
+        os.replace(temporary, partial / file.name)
+        receipt = {"fingerprint": fingerprint, "records": records}
+        write_small(partial / (file.name + _RECEIPT), json.dumps(receipt).encode())
 
-            position = before
-            for job in file.jobs:
-                on_progress(position, total, job.entries[0].name)
-                records += job.run(sink)
-                position += job.nbytes
-            os.fsync(handle.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, partial / file.name)
-    write_small(partial / (file.name + _RECEIPT), json.dumps({"fingerprint": fingerprint, "records": records}).encode())
+    background.put(finish)
     return records
+
+
+class _Background:
+    """One thread that runs what it is given, in order. Its first error surfaces at the next `put` or at the end."""
+
+    _WAITING = 4  # pieces of a few MB: enough to keep both sides busy
+
+    def __init__(self) -> None:
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(self._WAITING)
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._handles: list[io.FileIO] = []
+        self._thread = threading.Thread(target=self._run, name="fp8export-writer", daemon=True)
+
+    def closes(self, handle: io.FileIO) -> None:
+        self._handles.append(handle)
+
+    def put(self, task: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self._error is None and not self._stopped:
+                try:
+                    task()
+                except BaseException as error:  # handed to the caller's thread
+                    self._error = error
+
+    def __enter__(self) -> "_Background":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stopped = kind is not None
+        self._tasks.put(None)
+        self._thread.join()
+        failed = kind is not None or self._error is not None
+        for handle in self._handles:
+            if not handle.closed:
+                handle.close()
+                if failed:  # a torn file only takes space
+                    Path(str(handle.name)).unlink(missing_ok=True)
+        if kind is None and self._error is not None:
+            raise self._error
 
 
 def _receipt(partial: Path, file: OutFile, fingerprint: str) -> list[Record] | None:
