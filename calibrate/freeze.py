@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..kernels import reciprocal
+from ..kernels import E4M3_MAX, reciprocal
 from ..model import Checkpoint, How, Note, Scale, ScaleEvidence, ScaleSet
 
 POLICIES = ("learned", "history-max", "most-recent")
 _FLT_MAX = torch.finfo(torch.float32).max
 _FLT_MIN = torch.finfo(torch.float32).tiny
+_SLACK = 1e-5  # of a quotient and a product in float32
 
 
 def freeze(checkpoint: Checkpoint, policy: str = "learned") -> ScaleSet:
@@ -46,6 +47,8 @@ def freeze(checkpoint: Checkpoint, policy: str = "learned") -> ScaleSet:
 
 def settle(evidence: ScaleEvidence, policy: str) -> tuple[Scale | str, list[str]]:
     """Return the scale, or why there is none, and what the user should know about it."""
+    if evidence.fp8_max != E4M3_MAX:
+        return f"the forward format ends at {evidence.fp8_max:g}, only E4M3 can be exported", []
     if policy == "learned":
         multiplier, texts = _learned(evidence)
     else:
@@ -53,7 +56,7 @@ def settle(evidence: ScaleEvidence, policy: str) -> tuple[Scale | str, list[str]
     if isinstance(multiplier, str):
         return multiplier, texts
     value = float(reciprocal(multiplier))
-    if not (math.isfinite(multiplier) and 0 < multiplier < _FLT_MAX and value >= _FLT_MIN):
+    if not (0 < multiplier < _FLT_MAX and _FLT_MIN <= value < _FLT_MAX):
         return f"the scale is unusable: scale_fwd {multiplier:g}", texts
     return Scale(value, multiplier, How(policy), evidence.origin), texts
 
@@ -79,8 +82,12 @@ def _learned(evidence: ScaleEvidence) -> tuple[float | str, list[str]]:
         )
     if len(history) == 0 or not bool(history.any()):
         texts.append("the history stores no amax (length 1 never does); the stored scale is what was learned")
-    elif evidence.algorithm == "max" and _covers_more_than(evidence, float(history.max())):
-        texts.append("the scale covers an amax that has left the stored history; the stored scale holds")
+    elif evidence.algorithm == "max":
+        reached = float(history.max()) * evidence.multiplier / (evidence.fp8_max * 2.0**-evidence.margin)
+        if reached < 1 - _SLACK:
+            texts.append("the scale covers an amax that has left the stored history; the stored scale holds")
+        elif reached > 1 + _SLACK:
+            texts.append("the scale is too large for its own amax history: damaged? inputs would saturate")
     return evidence.multiplier, texts
 
 
@@ -102,8 +109,8 @@ def updated(multiplier: float, amax: float, fp8_max: float, margin: int, floors:
     if not (math.isfinite(amax) and amax > 0):
         return multiplier
     quotient = torch.tensor(fp8_max) / torch.tensor(amax)
-    if floors:
-        return float(2.0 ** (math.floor(math.log2(float(quotient))) - margin))
+    if floors:  # the logarithm is taken in float32 there too, which decides at the edges of a binade
+        return float(torch.exp2(torch.floor(torch.log2(quotient)) - margin))
     return min(float(quotient / 2.0**margin), _FLT_MAX)
 
 
@@ -115,11 +122,6 @@ def _from_history(evidence: ScaleEvidence, policy: str) -> tuple[float | str, li
         return "the amax history is empty, use the learned policy", texts
     amax = float(usable.max() if policy == "history-max" else usable[0])
     return updated(evidence.multiplier, amax, evidence.fp8_max, evidence.margin), texts
-
-
-def _covers_more_than(evidence: ScaleEvidence, amax: float) -> bool:
-    expected = evidence.fp8_max * 2.0**-evidence.margin
-    return 0 < amax * evidence.multiplier < expected * (1 - 1e-5)
 
 
 def _max_with_nan(rows: list[float]) -> float:

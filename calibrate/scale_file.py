@@ -2,25 +2,28 @@
 
 import json
 import math
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ScaleError
+from ..errors import CheckpointError, ScaleError
 from ..kernels import reciprocal
 from ..model import How, Scale, ScaleSet
+from ..store.disk import read_json
 
 _VERSION = 1
 
 
-def save_scales(scales: ScaleSet) -> bytes:
-    """Return the JSON text. Numbers have enough digits to return the same float32."""
+def save_scales(scales: ScaleSet, without: Container[str] = ()) -> bytes:
+    """Return the JSON text, less the layers named by `without`. Numbers have the digits to return the same float32."""
 
     def table(items: Any) -> dict[str, Any]:
         return {
             name: {"scale": s.value, "multiplier": s.multiplier, "how": str(s.how), "origin": s.origin}
             for name, s in items.items()
+            if name not in without
         }
 
     content = {
@@ -38,14 +41,14 @@ def load_scales(path: Path) -> ScaleSet:
     Raises ScaleError for a scale that is not finite and positive, or contradicts its multiplier.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r}, this program reads {_VERSION}")
         inputs, weights = (
             {name: _scale(path, part, name, item) for name, item in content[part].items()}
             for part in ("inputs", "weights")
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, CheckpointError) as error:
         raise ScaleError(
             f"not a scale file: {error}", where=str(path), hint="write one with `fp8export freeze CKPT -o scales.json`"
         ) from error
@@ -53,8 +56,8 @@ def load_scales(path: Path) -> ScaleSet:
 
 
 def _scale(path: Path, part: str, name: str, item: dict[str, Any]) -> Scale:
-    value = float(torch.tensor(item["scale"], dtype=torch.float32))
-    multiplier = float(torch.tensor(item.get("multiplier", float(reciprocal(value))), dtype=torch.float32))
+    value = _float32(item["scale"])
+    multiplier = _float32(item.get("multiplier", float(reciprocal(value))))
     tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     if not (math.isfinite(value) and value >= tiny and math.isfinite(multiplier) and 0 < multiplier < huge):
         raise ScaleError(
@@ -67,3 +70,9 @@ def _scale(path: Path, part: str, name: str, item: dict[str, Any]) -> Scale:
             hint="change both, or leave the multiplier out",
         )
     return Scale(value, multiplier, How(item.get("how", "computed")), str(item.get("origin", path.name)))
+
+
+def _float32(value: object) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(torch.tensor(value, dtype=torch.float32))

@@ -26,7 +26,8 @@ _HIGH_PRECISION = (
     (r"norm|(^|\.)ln_", "norm"),
     (r"(^|\.)(visual|vision\w*|image\w*|audio\w*|multi_modal\w*|mm_projector)(\.|$)", "not part of the language model"),
 )
-_EMBEDDING = re.compile(_HIGH_PRECISION[1][0])
+# a lookup table and not a linear, whatever else has "embed" in its name
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|embed_positions|\w*embeddings?|wte|wpe)$")
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 # cuBLAS, CUTLASS and torch._scaled_mm all want 16-byte rows of one-byte elements
 _ALIGNMENT = 16
@@ -55,7 +56,17 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def is_matrix(key: str, tensor: LazyTensor) -> bool:
     """Tell whether a tensor could be the weight of a linear, by name, rank and type."""
-    return key.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in HIGH_PRECISION_DTYPES
+    return (
+        key.endswith(".weight")
+        and len(tensor.shape) == 2
+        and 0 not in tensor.shape
+        and tensor.dtype in HIGH_PRECISION_DTYPES
+    )
+
+
+def is_stacked_experts(key: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor holds the matrices of all experts of a layer: [E, N, K]."""
+    return len(shape) == 3 and "expert" in key
 
 
 def is_embedding(module: str) -> bool:

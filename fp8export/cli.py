@@ -1,6 +1,6 @@
 """Five commands: parse, call, print, exit code. The only file that prints; torch loads inside the commands."""
 
-import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .errors import Fp8ExportError, ParityError, RequestError, ScaleError, VerifyError
+from .errors import Fp8ExportError, OutputError, ParityError, RequestError, ScaleError, VerifyError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,7 @@ def inspect_command(
     """Say what a checkpoint is, what its training learned, and whether that can be trusted."""
     from . import console
     from .health import examine
+    from .report import to_json
     from .sources import read_checkpoint, recognise
     from .store import open_store
 
@@ -83,7 +84,7 @@ def inspect_command(
     with _progress("reading weights", disabled=headers_only) as notify:
         findings = examine(checkpoint, weights=not headers_only, on_progress=notify)
     if as_json:
-        _print(json.dumps(console.inspection_data(checkpoint, reason, store.container, findings), indent=2))
+        _print(to_json(console.inspection_data(checkpoint, reason, store.container, findings)))
     else:
         _print(console.inspection(checkpoint, reason, store.container, findings))
 
@@ -101,21 +102,25 @@ def freeze_command(
     """Write the static scales of a checkpoint as a file to read, compare and edit."""
     from . import console
     from .calibrate import freeze, save_scales
-    from .plan import matches
+    from .plan import kept_layers
     from .road import inspect
 
-    scales = freeze(inspect(ckpt, source_name=source_name), policy)
-    left = {name: why for name, why in scales.missing.items() if not any(matches(pattern, name) for pattern in keep)}
+    checkpoint = inspect(ckpt, source_name=source_name)
+    scales = freeze(checkpoint, policy)
+    kept, _ = kept_layers(checkpoint, keep)
+    left = {name: why for name, why in scales.missing.items() if name not in kept}
     if left:
         raise ScaleError(
             f"{len(left)} layers have no usable scale: {next(iter(left.values()))}",
             where=", ".join(list(left)[:5]),
             hint="--keep PATTERN leaves them out",
         )
-    text = save_scales(scales)
-    _write(out, text)
-    _print(text.decode() if as_json else f"{len(scales.inputs)} input and {len(scales.weights)} weight scales in {out}")
-    _tell(console.notes(scales.notes))
+    text = save_scales(scales, without=kept)
+    _write_scales(out, text)
+    count = len(checkpoint.linears) - len(kept)
+    _print(text.decode() if as_json else f"input and weight scales of {count} layers in {out}")
+    for note in console.notes(note for note in scales.notes if note.where not in kept):
+        _tell(note)
 
 
 @main.command("convert")
@@ -170,6 +175,7 @@ def convert_command(
     if depth == "logits" and data is None:
         raise RequestError("--parity logits needs text or tokens", hint="give some of your own with --data FILE")
     from . import console
+    from .report import to_json
     from .road import convert, inspect
     from .targets import find_target
     from .verify import verify_folder
@@ -194,16 +200,16 @@ def convert_command(
             on_progress=notify,
         )
     if dry_run:
-        _print(json.dumps(console.layout_data(done), indent=2) if as_json else console.layout(done))
+        _print(to_json(console.layout_data(done)) if as_json else console.layout(done))
         return
     with _progress("verifying") as notify:
         verified = verify_folder(done.out, on_progress=notify)
     parity = None
     if depth != "off" and verified.passed:
         parity = _judge(done.checkpoint, done.scales, done.out, depth, tokens, data)
-    serve = find_target(to).SERVE.format(path=done.out)
+    serve = find_target(to).SERVE.format(path=shlex.quote(str(done.out)))
     if as_json:
-        _print(json.dumps(console.conversion_data(done, verified, parity, serve), indent=2))
+        _print(to_json(console.conversion_data(done, verified, parity, serve)))
     else:
         _print(console.conversion(done, verified, parity, serve))
     _fail_on_faults(verified.passed, parity, done.out)
@@ -271,7 +277,10 @@ def parity_command(
 def _tokens(data: Path, folder: Path, checkpoint: "Checkpoint", samples: int, length: int) -> "Tensor":
     from .parity.data import read_tokens
 
-    return read_tokens(data, folder, int(checkpoint.config.get("vocab_size", 0)), samples, length)
+    vocabulary = checkpoint.config.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise RequestError("config.json does not say vocab_size", hint="it is needed to read --data")
+    return read_tokens(data, folder, vocabulary, samples, length)
 
 
 def _judge(
@@ -312,17 +321,28 @@ def _bytes(text: str) -> int:
         if number.endswith(unit):
             try:
                 size = int(float(number.removesuffix(unit)) * factor)
-            except ValueError:
+            except (ValueError, OverflowError):
                 break
             if size > 0:
                 return size
     raise RequestError(f"--shard-size {text}", hint="write a number and a unit, as 500MB or 5GB")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_scales(path: Path, content: bytes) -> None:
+    """Overwrite a scale file, and nothing else that somebody may need."""
+    from .calibrate import load_scales
     from .writer import write_small
 
-    write_small(path, content)
+    try:
+        if path.exists():
+            load_scales(path)
+        write_small(path, content)
+    except ScaleError as error:
+        raise OutputError(
+            "the destination exists and is no scale file", where=str(path), hint="choose another -o"
+        ) from error
+    except OSError as error:
+        raise OutputError(f"cannot write: {error.strerror}", where=str(path), hint="check the path") from error
 
 
 @contextmanager
@@ -347,12 +367,11 @@ def _print(what: Any) -> None:
     from rich.console import Console
 
     # piped output has no width of its own: wide enough for the tables, never cut
-    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=160, soft_wrap=True)
-    console.print(what)
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, soft_wrap=True, markup=False, highlight=False, emoji=False).print(what)
 
 
 def _tell(what: Any) -> None:
     from rich.console import Console
 
-    if what:
-        Console(stderr=True, soft_wrap=True).print(what)
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False, emoji=False).print(what)

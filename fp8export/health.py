@@ -1,5 +1,6 @@
 """Judge the learned scales before anybody relies on them: one line of advice for each kind of trouble."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ ADVICE = {
     "dead": "every amax is zero: the layer saw only zeros (an unused expert?); do not trust its scale",
     "poisoned": "the run overflowed here; the scale is from before: compare with an earlier checkpoint",
     "unusable": "no engine can use this scale: calibrate the layer, or --keep it in high precision",
+    "contradictory": "the scale does not fit its own history: a damaged file? compare with another checkpoint",
+    "not finite": "the run diverged: export an earlier checkpoint",
     "stale": "the weight outgrew its scale; convert recomputes that scale, --strict refuses instead",
     "short history": "fewer steps than configured were stored: the run was short or the window was cut",
     "spike": "the last amax is far above the median: look at the loss there, consider --scales history-max",
@@ -48,8 +51,8 @@ def examine(
         findings += _slot(linear.name, "input", linear.input_evidence)
         of_weight = _slot(linear.name, "weight", linear.weight_evidence)
         findings += of_weight
-        if weights and not {"never updated", "unusable"} & {finding.kind for finding in of_weight}:
-            findings += _stale(linear, linear.weight_evidence)
+        if weights:
+            findings += _weight(linear, linear.weight_evidence)
     return findings
 
 
@@ -63,7 +66,8 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
     if bad:
         found.append(Finding("poisoned", name, slot, f"{bad} of {len(history)} amaxes are inf or NaN"))
     multiplier = evidence.multiplier
-    if not (0 < multiplier < torch.finfo(torch.float32).max):
+    usable = 0 < multiplier < torch.finfo(torch.float32).max
+    if not usable:
         found.append(Finding("unusable", name, slot, f"scale_fwd is {multiplier:g}"))
     # a history of one row is always zero beside a valid scale
     if len(evidence.amax_history) > 0 and not bool(history.any()):
@@ -73,6 +77,14 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
         found.append(
             Finding("short history", name, slot, f"{len(evidence.amax_history) + 1} rows, {configured} configured")
         )
+    reached = float(evidence.amax_history.max()) * multiplier if len(evidence.amax_history) else 0.0
+    if (
+        evidence.algorithm == "max"
+        and usable
+        and not bad
+        and reached > 1.001 * evidence.fp8_max * 2.0**-evidence.margin
+    ):
+        found.append(Finding("contradictory", name, slot, f"amax {reached / multiplier:.4g} x scale {multiplier:.4g}"))
     positive = finite[1:][finite[1:] > 0]
     if len(positive) > 2:
         newest, median = float(positive[0]), float(positive.median())
@@ -81,15 +93,17 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
     return found
 
 
-def _stale(linear: TrainedLinear, evidence: ScaleEvidence) -> list[Finding]:
+def _weight(linear: TrainedLinear, evidence: ScaleEvidence) -> list[Finding]:
     clipped, largest = 0, 0.0
     for lo, hi in linear.weight.chunks():
         rows = linear.weight.read(lo, hi)
         peak = amax(rows)
+        if not math.isfinite(peak):
+            return [Finding("not finite", linear.name, "weight", f"NaN or infinity in {linear.weight.origin}")]
         largest = max(largest, peak)
         if peak * evidence.multiplier > SATURATES_ABOVE:
             clipped += count_clipped(rows, evidence.multiplier)
-    if not clipped:
+    if not clipped or not (0 < evidence.multiplier < torch.finfo(torch.float32).max) or never_updated(evidence):
         return []
     return [
         Finding(

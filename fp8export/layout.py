@@ -86,15 +86,20 @@ class Layout:
     files: tuple[OutFile, ...]
     copies: Mapping[str, Path]
     finish: Callable[[list[Record]], Mapping[str, bytes]]  # sidecars, once every job has reported
-    fingerprint: str
+    fingerprint: str  # of everything that decides the bytes
+    resume_key: str  # the same and when the source was modified: half-done work is only taken up from the same files
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files) + sum(path.stat().st_size for path in self.copies.values())
 
 
-def fingerprint(files: tuple[OutFile, ...], source_identity: str, options: Mapping[str, Any]) -> str:
-    """Name a result by everything that decides its bytes."""
+def fingerprint(files: tuple[OutFile, ...], copies: Mapping[str, Path], options: Mapping[str, Any]) -> str:
+    """Name a result by everything that decides its bytes: the layout, the copied files' content, the options."""
     parts = [[f.name, [[e.name, e.shape, e.dtype] for e in f.entries]] for f in files]
-    text = json.dumps([parts, source_identity, options], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    copied = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in copies.items()}
+    return digest([parts, copied, options])
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -82,7 +82,6 @@ class Note(NamedTuple):
 class Grain(StrEnum):
     TENSOR = "tensor"
     CHANNEL = "channel"
-    TOKEN = "token"
 
 
 class How(StrEnum):
@@ -131,7 +130,8 @@ class Checkpoint:
     config: Mapping[str, Any]
     assets: Mapping[str, Path]
     skipped_files: Mapping[str, str]
-    identity: str
+    identity: str  # of the content, the same wherever the files lie
+    modified: tuple[int, ...]  # of the weight files, ns: an edit that `identity` did not sample
     notes: tuple[Note, ...] = ()
 
 
@@ -190,6 +190,7 @@ class ModelPlan:
     assets: Mapping[str, Path]
     skipped_files: Mapping[str, str]
     identity: str
+    modified: tuple[int, ...]
     scheme: Scheme
     notes: tuple[Note, ...] = ()
 

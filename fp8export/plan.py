@@ -18,7 +18,7 @@ def make_plan(checkpoint: Checkpoint, scales: ScaleSet, scheme: Scheme) -> Model
 
     Raises ScaleError when a layer has no usable static scale, RequestError when a pattern matches nothing.
     """
-    kept, notes = _kept(checkpoint, scheme.keep)
+    kept, notes = kept_layers(checkpoint, scheme.keep)
     chosen = [linear for linear in checkpoint.linears if linear.name not in kept]
     if not chosen:
         raise ScaleError(
@@ -35,6 +35,12 @@ def make_plan(checkpoint: Checkpoint, scales: ScaleSet, scheme: Scheme) -> Model
         linears, more = _static(chosen, scales, scheme)
         notes += more
         grain = _grain(linears, scheme.weights)
+        if scheme.strict and grain is Grain.TENSOR and _grain(linears, "auto") is Grain.CHANNEL:
+            raise ScaleError(
+                "per tensor, fused sets that learned different weight scales would be unified",
+                where=checkpoint.source,
+                hint="leave --strict out, or keep the learned scales with --weights channel",
+            )
     plain = dict(checkpoint.plain)
     for linear in checkpoint.linears:
         if linear.name in kept:
@@ -54,6 +60,7 @@ def make_plan(checkpoint: Checkpoint, scales: ScaleSet, scheme: Scheme) -> Model
         assets=checkpoint.assets,
         skipped_files=checkpoint.skipped_files,
         identity=checkpoint.identity,
+        modified=checkpoint.modified,
         scheme=scheme,
         notes=(
             *checkpoint.notes,
@@ -63,8 +70,12 @@ def make_plan(checkpoint: Checkpoint, scales: ScaleSet, scheme: Scheme) -> Model
     )
 
 
-def _kept(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[dict[str, str], list[Note]]:
-    """Close the patterns over fused sets: engines refuse a set of which only some members are quantised."""
+def kept_layers(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[dict[str, str], list[Note]]:
+    """Return the layers that patterns leave in high precision, with the reason.
+
+    Closed over fused sets: engines refuse a set of which only some members are quantised. Raises RequestError for a
+    pattern that matches nothing.
+    """
     kept: dict[str, str] = {}
     names = [linear.name for linear in checkpoint.linears]
     for pattern in patterns:

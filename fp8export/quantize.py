@@ -9,7 +9,7 @@ import torch
 from .errors import CheckpointError, ScaleError
 from .kernels import SATURATES_ABOVE, amax, amax_rows, count_clipped, multiplier_for, quantize, reciprocal
 from .layout import Record, Sink
-from .model import Grain, How, LazyTensor, QuantizedLinear
+from .model import HIGH_PRECISION_DTYPES, Grain, How, LazyTensor, QuantizedLinear
 
 
 @dataclass(slots=True)
@@ -40,9 +40,12 @@ def quantize_set(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: boo
 
 
 def copy_rows(name: str, tensor: LazyTensor, sink: Sink) -> None:
-    """Pass a tensor through unchanged."""
+    """Pass a tensor through unchanged. NaN is refused; infinity may be a mask."""
     for lo, hi in tensor.chunks():
-        sink(name, lo, tensor.read(lo, hi))
+        rows = tensor.read(lo, hi)
+        if tensor.dtype in HIGH_PRECISION_DTYPES and math.isnan(amax(rows)):
+            raise _not_finite("the tensor holds NaN", tensor.origin)
+        sink(name, lo, rows)
 
 
 def _by_tensor(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: bool, sink: Sink) -> list[Record]:
@@ -132,11 +135,11 @@ def _from_weight(largest: float) -> float:
 
 def _refuse_non_finite(peak: float, origin: str) -> None:
     if not math.isfinite(peak):
-        raise CheckpointError(
-            "the weight holds NaN or infinity",
-            where=origin,
-            hint="the run diverged: export an earlier checkpoint",
-        )
+        raise _not_finite("the weight holds NaN or infinity", origin)
+
+
+def _not_finite(what: str, origin: str) -> CheckpointError:
+    return CheckpointError(what, where=origin, hint="the run diverged: export an earlier checkpoint")
 
 
 def _record(linear: QuantizedLinear, how: str, scale: Any, clipped: float, largest: float) -> Record:

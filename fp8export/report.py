@@ -1,6 +1,8 @@
 """What parity found, as data, JSON and a verdict."""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1
@@ -67,4 +69,19 @@ class ParityReport:
         return sorted(self.linears, key=lambda x: (rank[x.exactness], x.sqnr_db))[:count]
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA, "passed": self.passed, **asdict(self)}, indent=2)
+        return to_json({"schema": SCHEMA, "passed": self.passed, **asdict(self)})
+
+
+def to_json(value: object) -> str:
+    """JSON that every parser takes: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

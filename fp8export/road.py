@@ -1,6 +1,7 @@
 """The road: calls the seven verbs in order, and nothing else."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,10 @@ def convert(
     if weights not in _WEIGHTS:
         raise RequestError(f"--weights {weights}", hint=f"choose one of {', '.join(_WEIGHTS)}")
     destination = Path(out) if out is not None else _default_out(source)
+    if destination.is_dir() and source.resolve().is_relative_to(destination.resolve()):
+        raise RequestError(
+            "the checkpoint lies inside the destination", where=str(destination), hint="choose another -o"
+        )
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
         raise RequestError(
             "the destination lies inside the checkpoint", where=str(destination), hint="choose another -o"
@@ -100,7 +105,7 @@ def convert(
     if dry_run:
         return done
     if destination.exists():
-        return replace(done, records=_finished(destination, layout, source), already_there=True)
+        return replace(done, records=_finished(destination, layout, checkpoint.modified), already_there=True)
     return replace(done, records=tuple(write(layout, destination, on_progress)))
 
 
@@ -116,11 +121,11 @@ def claimed_scales(out: Path) -> str:
 
 
 def _default_out(source: Path) -> Path:
-    source = source.resolve()
+    source = Path(os.path.abspath(source))  # a link keeps its own name
     return source.with_name((source.stem if source.is_file() else source.name) + "-fp8")
 
 
-def _finished(out: Path, layout: Layout, source: Path) -> tuple[Record, ...]:
+def _finished(out: Path, layout: Layout, modified: tuple[int, ...]) -> tuple[Record, ...]:
     """Accept a destination that this very command wrote earlier, from a source that has not been touched since."""
     provenance = out / PROVENANCE
     try:
@@ -129,11 +134,9 @@ def _finished(out: Path, layout: Layout, source: Path) -> tuple[Record, ...]:
         records = tuple(content["linears"])
     except (OSError, ValueError, KeyError, TypeError):
         same, records = False, ()
-    files = [source] if source.is_file() else [path for path in source.iterdir() if path.is_file()]
-    if not same or any(path.stat().st_mtime > provenance.stat().st_mtime for path in files):
+    if not same or max(modified) > provenance.stat().st_mtime_ns:
+        what = "the checkpoint was modified after it was exported" if same else "it is not this command's result"
         raise OutputError(
-            "the destination exists and is not this conversion's result",
-            where=str(out),
-            hint="remove it, or choose another with -o",
+            f"the destination exists and {what}", where=str(out), hint="remove it, or choose another with -o"
         )
     return records

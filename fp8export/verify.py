@@ -3,8 +3,8 @@
 Trusts nothing but the bytes on disk. Knows no target by name: what the config promises comes from `targets`.
 """
 
-import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,14 +12,21 @@ from typing import Any
 
 from . import arch
 from .errors import CheckpointError
-from .kernels import has_nan_code
-from .model import DTYPES, Grain, LazyTensor
-from .store.disk import read_json, refuse_pointer, tensor_at
+from .kernels import amax, has_nan_code
+from .model import DTYPES, HIGH_PRECISION_DTYPES, Grain, LazyTensor
+from .report import to_json
+from .store.disk import is_plain_name, read_json, refuse_pointer, tensor_at
 from .store.safetensors_dir import TensorInfo, read_header
 from .targets import StoredFormat, read_format
 
 _FP8 = "F8_E4M3"
 _SCALES = ("weight_scale", "input_scale")
+# what other formats and trainers put beside a weight
+_FOREIGN = (
+    *("_extra_state", "weight_scale_inv", "weight_scale_2", "weight_packed", "weight_shape", "weight_zero_point"),
+    *("input_zero_point", "input_global_scale", "weight_global_scale", "output_scale", "activation_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale"),
+)
 _INDEX = "model.safetensors.index.json"
 
 
@@ -45,7 +52,7 @@ class VerifyReport:
         return not self.faults
 
     def to_json(self) -> str:
-        return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
+        return to_json({"passed": self.passed, **asdict(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,16 @@ def verify_folder(
     """Check every rule and return all faults. `codes=False` reads headers and scales only."""
     faults: list[Fault] = []
     config: Mapping[str, Any] = {}
+    stored = None
     try:
         config = read_json(folder / "config.json")
+        stored, texts = read_format(config)
+        faults += [Fault("config", text, str(folder / "config.json")) for text in texts]
     except (CheckpointError, OSError) as error:
         faults.append(_from_error("config", error, folder / "config.json"))
-    stored, texts = read_format(config) if config else (None, ())
-    faults += [Fault("config", text, str(folder / "config.json")) for text in texts]
     tensors = _tensors(folder, faults)
     faults += _pairs(tensors, stored)
+    faults += _completeness(tensors, config)
     if stored is not None:
         faults += _exclusions(tensors, stored, config)
         faults += _fused(tensors, stored)
@@ -110,7 +119,7 @@ def _tensors(folder: Path, faults: list[Fault]) -> dict[str, _Tensor]:
     )
     tensors: dict[str, _Tensor] = {}
     for name in names:
-        if any(c in name for c in "/\\:\0") or name in ("", ".", ".."):
+        if not is_plain_name(name):
             faults.append(Fault("path", "the index points outside its folder", f"{index}: {name!r}"))
             continue
         path = folder / name
@@ -150,6 +159,10 @@ def _pairs(tensors: Mapping[str, _Tensor], stored: StoredFormat | None) -> Itera
         quantized = weight is not None and weight.info.dtype == _FP8
         if last in _SCALES and not quantized:
             yield Fault("pair", "a scale without an FP8 weight", where)
+        elif (quantized and last not in ("weight", "bias", *_SCALES)) or last in _FOREIGN:
+            yield Fault("pair", "loaders have no place for this tensor: vLLM stops at it", where)
+        if quantized and weight is not None and last == "bias" and tensor.info.shape != weight.info.shape[:1]:
+            yield Fault("pair", f"a bias of {list(tensor.info.shape)} beside {list(weight.info.shape)}", where)
         if tensor.info.dtype.startswith("F8_") and not (last == "weight" and tensor.info.dtype == _FP8):
             yield Fault("pair", f"type {tensor.info.dtype} on something that is not a linear's weight", where)
         if stored is None or tensor.info.dtype != _FP8 or last != "weight":
@@ -174,6 +187,23 @@ def _pairs(tensors: Mapping[str, _Tensor], stored: StoredFormat | None) -> Itera
                     f"{scale.info.dtype} {list(scale.info.shape)}, the config wants F32 {list(shape)}",
                     f"{scale.file}::{module}.{name}",
                 )
+
+
+def _completeness(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> Iterator[Fault]:
+    """As far as headers tell: no loader of a quantised model counts what it did not get."""
+    layers = {int(found[1]) for key in tensors if (found := re.search(r"\.layers\.(\d+)\.", key))}
+    promised = config.get("num_hidden_layers")
+    if layers and isinstance(promised, int) and not set(range(promised)) <= layers:
+        yield Fault("complete", f"config.json promises {promised} layers, the shards hold {len(layers)}", "config.json")
+    modules = {key.rpartition(".")[0] for key in tensors}
+    if tensors and not any(arch.is_embedding(module) for module in modules):
+        yield Fault("complete", "there is no embedding", ", ".join(sorted({t.file.name for t in tensors.values()})))
+    for layer in sorted(layers):
+        names = {key.partition(f".layers.{layer}.")[2] for key in tensors if f".layers.{layer}." in key}
+        for name in names:
+            lacking = [m for m in arch.fused_members(name.removesuffix(".weight")) if f"{m}.weight" not in names]
+            if name.endswith(".weight") and lacking:
+                yield Fault("complete", f"{', '.join(lacking)} of the fused set is not there", f"layer {layer}")
 
 
 def _exclusions(tensors: Mapping[str, _Tensor], stored: StoredFormat, config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -231,11 +261,15 @@ def _scale_values(tensors: Mapping[str, _Tensor]) -> Iterator[Fault]:
 
 
 def _codes(tensors: Mapping[str, _Tensor], on_progress: Callable[[int, int, str], None]) -> Iterator[Fault]:
-    weights = {key: t for key, t in tensors.items() if t.info.dtype == _FP8}
-    total, done = sum(t.info.nbytes for t in weights.values()), 0
-    for key, tensor in weights.items():
+    total, done = sum(t.info.nbytes for t in tensors.values()), 0
+    for key, tensor in tensors.items():
         on_progress(done, total, key)
-        if any(has_nan_code(tensor.data.read(lo, hi)) for lo, hi in tensor.data.chunks()):
+        if tensor.data.dtype in HIGH_PRECISION_DTYPES:
+            if any(math.isnan(amax(tensor.data.read(lo, hi))) for lo, hi in tensor.data.chunks()):
+                yield Fault("codes", "NaN in a high-precision tensor", f"{tensor.file}::{key}")
+        elif tensor.info.dtype == _FP8 and any(
+            has_nan_code(tensor.data.read(lo, hi)) for lo, hi in tensor.data.chunks()
+        ):
             yield Fault(
                 "codes", "a NaN code (0x7F or 0xFF) in the weight: no loader checks for it", f"{tensor.file}::{key}"
             )

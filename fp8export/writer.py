@@ -1,8 +1,8 @@
 """Layout -> folder. The only file that writes weights: streaming, atomic, resumable.
 
-Everything happens in `OUT.partial`; nothing there has a config.json until the very end, so no server loads it. A
-finished file is renamed from `NAME.partial` and gets a receipt: the layout's fingerprint and what its jobs reported. A
-run that finds a receipt of its own fingerprint keeps the file. At last the folder is renamed to OUT.
+Everything happens in `OUT.fp8export-partial`, which has no config.json until the very end, so no server loads it. A
+finished file is renamed from `NAME.partial` and gets a receipt: the layout's resume key and what its jobs reported. A
+run that finds a receipt of its own keeps the file. At last the folder is renamed to OUT.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import Fp8ExportError, OutputError
+from .errors import CheckpointError, Fp8ExportError, OutputError
 from .layout import Layout, OutFile, Record
 
 Progress = Callable[[int, int, str], None]
+_ADVICE = {number: "free some space" for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _RECEIPT = ".receipt.json"
-_LOCK = ".lock"
+PARTIAL = ".fp8export-partial"  # nobody else's folder is called so: what lies in it may be removed
 
 
 def write(layout: Layout, out: Path, on_progress: Progress | None = None) -> list[Record]:
@@ -35,7 +36,9 @@ def write(layout: Layout, out: Path, on_progress: Progress | None = None) -> lis
     Raises OutputError when OUT exists, another run holds it, or the disk refuses; nothing is published then. After an
     OutputError the finished files stay for the next try; after an error in the source all of them are removed.
     """
-    partial = out.with_name(out.name + ".partial")
+    partial = out.with_name(out.name + PARTIAL)
+    if partial.is_symlink():
+        raise OutputError("the working folder is a link", where=str(partial), hint="remove the link")
     if out.exists():
         raise OutputError("the destination exists", where=str(out), hint="remove it, or choose another with -o")
     try:
@@ -48,7 +51,8 @@ def write(layout: Layout, out: Path, on_progress: Progress | None = None) -> lis
         raise OutputError(
             f"cannot write: {error.strerror or error}",
             where=str(error.filename or partial),
-            hint="free some space or check permissions, then run the same command: finished files are kept",
+            hint=_ADVICE.get(error.errno or 0, "check the path and its permissions")
+            + ", then run the same command: finished files are kept",
         ) from error
     except OutputError:
         raise
@@ -60,11 +64,11 @@ def write(layout: Layout, out: Path, on_progress: Progress | None = None) -> lis
 def _fill(layout: Layout, partial: Path, on_progress: Progress) -> list[Record]:
     done: dict[str, list[Record]] = {}
     for file in layout.files:
-        records = _receipt(partial, file, layout.fingerprint)
+        records = _receipt(partial, file, layout.resume_key)
         if records is not None:
             done[file.name] = records
     for path in partial.iterdir():  # leftovers of another layout or a torn write
-        if path.name.removesuffix(_RECEIPT) not in done and path.name != _LOCK:
+        if path.name.removesuffix(_RECEIPT) not in done:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     total = sum(file.nbytes for file in layout.files)
     written = sum(file.nbytes for file in layout.files if file.name in done)
@@ -72,15 +76,19 @@ def _fill(layout: Layout, partial: Path, on_progress: Progress) -> list[Record]:
     with _Background() as background:
         for file in layout.files:
             if file.name not in done:
-                done[file.name] = _stream(partial, file, layout.fingerprint, background, written, total, on_progress)
+                done[file.name] = _stream(partial, file, layout.resume_key, background, written, total, on_progress)
                 written += file.nbytes
     on_progress(total, total, "")
     for name, source in layout.copies.items():
         target = partial / name
         target.parent.mkdir(parents=True, exist_ok=True)
+        if not source.is_file():
+            raise CheckpointError("a file vanished while it was to be copied", where=str(source), hint="try again")
         shutil.copyfile(source, target)
         _sync(target)
     records = [record for file in layout.files for record in done[file.name]]
+    for file in layout.files:
+        (partial / (file.name + _RECEIPT)).unlink()
     for name, content in layout.finish(records).items():
         write_small(partial / name, content)
     return records
@@ -89,7 +97,7 @@ def _fill(layout: Layout, partial: Path, on_progress: Progress) -> list[Record]:
 def _stream(
     partial: Path,
     file: OutFile,
-    fingerprint: str,
+    resume_key: str,
     background: "_Background",
     before: int,
     total: int,
@@ -120,7 +128,7 @@ def _stream(
         os.fsync(handle.fileno())
         handle.close()
         os.replace(temporary, partial / file.name)
-        receipt = {"fingerprint": fingerprint, "records": records}
+        receipt = {"resume_key": resume_key, "records": records}
         write_small(partial / (file.name + _RECEIPT), json.dumps(receipt).encode())
 
     background.put(finish)
@@ -173,10 +181,10 @@ class _Background:
             raise self._error
 
 
-def _receipt(partial: Path, file: OutFile, fingerprint: str) -> list[Record] | None:
+def _receipt(partial: Path, file: OutFile, resume_key: str) -> list[Record] | None:
     try:
         content = json.loads((partial / (file.name + _RECEIPT)).read_bytes())
-        fits = content["fingerprint"] == fingerprint and (partial / file.name).stat().st_size == file.nbytes
+        fits = content["resume_key"] == resume_key and (partial / file.name).stat().st_size == file.nbytes
         records: list[Record] = content["records"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -184,9 +192,6 @@ def _receipt(partial: Path, file: OutFile, fingerprint: str) -> list[Record] | N
 
 
 def _publish(partial: Path, out: Path) -> None:
-    for path in partial.glob(f"*{_RECEIPT}"):
-        path.unlink()
-    (partial / _LOCK).unlink(missing_ok=True)
     _sync(partial)
     os.rename(partial, out)
     _sync(out.parent)
@@ -225,7 +230,7 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OutputError(
-            f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free",
+            f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free",
             where=str(folder),
             hint="free some space or choose another place with -o",
         )
@@ -243,17 +248,24 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Two runs into one folder would tear each other's files. The lock dies with its process."""
+    """Two runs into one folder would tear each other's files. The lock is on the folder itself, so that it follows the
+    rename to OUT, and dies with its process."""
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with open(partial / _LOCK, "w") as handle:
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(descriptor), os.stat(partial))
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:  # held by another run, or published by it between our look and our lock
             raise OutputError(
                 "another run is writing here", where=str(partial), hint="wait for it, or choose another -o"
-            ) from error
+            )
         yield
+    finally:
+        os.close(descriptor)

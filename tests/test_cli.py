@@ -142,6 +142,10 @@ SICK = {
     "unusable": lambda s, n: s.__setitem__(
         f"{n}._extra_state", state([float("inf"), 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3)
     ),
+    "contradictory": lambda s, n: s.__setitem__(
+        f"{n}._extra_state", state([4480.0, 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3)
+    ),
+    "not finite": lambda s, n: s[f"{n}.weight"].__setitem__((3, 3), float("nan")),
     "stale": lambda s, n: s[f"{n}.weight"].__setitem__((3, 3), 50.0),
     "short history": lambda s, n: s.__setitem__(
         f"{n}._extra_state", state([9.0, 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3, configured=1024)
@@ -242,6 +246,16 @@ MISTAKES = {
     "freeze with unknown policy": (("freeze", "CKPT", "-o", "x.json", "--policy", "median"), 2),
     "freeze where nothing was learned": (("freeze", "PLAIN", "-o", "x.json"), 4),
     "destination is a file": (("convert", "CKPT", "-o", "plain/config.json"), 6),
+    "checkpoint inside the destination": (("convert", "CKPT", "-o", "."), 2),
+    "freeze onto the checkpoint": (("freeze", "CKPT", "-o", "CKPT/model.safetensors"), 6),
+    "freeze onto a config": (("freeze", "CKPT", "-o", "CKPT/config.json"), 6),
+    "freeze into a missing folder": (("freeze", "CKPT", "-o", "no/where.json"), 6),
+    "freeze onto a folder": (("freeze", "CKPT", "-o", "."), 6),
+    "freeze keeping nothing": (("freeze", "CKPT", "-o", "x.json", "--keep", "zzz*"), 2),
+    "inspect of a device": (("inspect", "/dev/null"), 4),
+    "absent config folder": (("convert", "CKPT", "--hf-config", "nowhere"), 2),
+    "endless shards": (("convert", "CKPT", "--shard-size", "infGB"), 2),
+    "impossible device": (("parity", "CKPT", "EXPORT", "--device", "abacus"), 2),
     "destination inside the source": (("convert", "CKPT", "-o", "CKPT/out"), 2),
 }
 
@@ -252,7 +266,9 @@ def test_a_mistake_gets_a_message_and_its_exit_code(source, tmp_path, monkeypatc
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     words, exit_code = MISTAKES[mistake]
-    places = {"CKPT": source, "EMPTY": tmp_path / "empty", "PLAIN": tmp_path / "plain"}
+    if "EXPORT" in words:
+        run("convert", source, "-o", tmp_path / "export")
+    places = {"EXPORT": tmp_path / "export", "CKPT": source, "EMPTY": tmp_path / "empty", "PLAIN": tmp_path / "plain"}
     before = sorted(p.as_posix() for p in tmp_path.rglob("*"))
     result = run(
         *(str(word).replace("CKPT", str(source)) if "CKPT" in word else places.get(word, word) for word in words)
@@ -322,3 +338,72 @@ def test_help_is_quick_because_torch_stays_out() -> None:
     assert result.returncode == 0, result.stderr
     for command in ("inspect", "freeze", "convert", "verify", "parity"):
         assert command in result.stdout
+
+
+def strict(text: str):
+    def refuse(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_holds_no_infinity_or_nan(tmp_path) -> None:
+    weights = llama.weights()
+    full = {**weights, **llama.states(weights)}
+    full["model.layers.0.mlp.down_proj.weight"].zero_()
+    source = llama.write(tmp_path / "zero", full)
+    assert strict(run("convert", source, "--json", "--parity", "linears").stdout)["verify"]["passed"]
+    strict((tmp_path / "zero-fp8" / "fp8export.json").read_text())
+    strict(run("parity", source, tmp_path / "zero-fp8", "--json").stdout)
+    full["model.layers.0.mlp.down_proj._extra_state"] = state(
+        [0.0, float("nan"), 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3
+    )
+    assert strict(run("inspect", llama.write(tmp_path / "sick", full), "--json").stdout)["findings"]
+
+
+def test_names_with_brackets_are_shown_as_they_are(source, tmp_path) -> None:
+    run("convert", source)
+    out = tmp_path / "te-fp8"
+    edit_tensors(out / "model.safetensors", lambda s: s.update({"z[/b].input_scale": torch.ones(1)}))
+    result = run("verify", out)
+    assert result.exit_code == 3
+    assert "z[/b].input_scale" in result.stdout
+
+
+def test_freeze_leaves_out_what_is_kept_and_overwrites_only_scale_files(source, tmp_path) -> None:
+    file = tmp_path / "scales.json"
+    assert run("freeze", source, "-o", file, "--keep", "*.0.self_attn.q_proj").exit_code == 0
+    content = json.loads(file.read_text())
+    assert "model.layers.0.self_attn.v_proj" not in content["inputs"], "its fused set is kept whole"
+    assert len(content["inputs"]) == 11
+    assert run("freeze", source, "-o", file).exit_code == 0
+    assert len(json.loads(file.read_text())["inputs"]) == 14
+
+
+def test_a_path_with_spaces_is_quoted_in_the_serve_command(tmp_path) -> None:
+    source = llama.te_fp8(tmp_path / "mein modell ü [x]")
+    result = run("convert", source)
+    assert result.exit_code == 0
+    assert f"vllm serve '{source}-fp8'" in result.stdout
+
+
+BAD_DATA = {
+    "floats.npy": lambda f: np.save(f, np.random.rand(500).astype("float32")),
+    "objects.npy": lambda f: np.save(f, np.array([{}, 1] * 300, dtype=object), allow_pickle=True),
+    "junk.npy": lambda f: f.write_bytes(b"junk"),
+    "bytes.jsonl": lambda f: f.write_bytes(b'{"text": "\xff"}\n'),
+    "number.jsonl": lambda f: f.write_text('{"text": 5}\n'),
+    "list.jsonl": lambda f: f.write_text("[1]\n"),
+    "two.safetensors": lambda f: save_file({"a": torch.ones(300).int(), "b": torch.ones(300).int()}, f),
+    "cut.safetensors": lambda f: f.write_bytes(b"\x08\x00"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_data_that_cannot_be_read_is_an_error_with_a_name(source, tmp_path, name) -> None:
+    BAD_DATA[name](tmp_path / name)
+    run("convert", source)
+    result = run("parity", source, tmp_path / "te-fp8", "--data", tmp_path / name)
+    assert result.exit_code in (2, 4), result.output
+    assert name in result.stderr
+    assert "allow_pickle" not in result.stderr

@@ -20,7 +20,7 @@ FLOORS = {
     "sources": 4,
     "targets": 4,
     "plan": 4,
-    "calibrate": 3,
+    "calibrate": 4,
     "store": 3,
     "quantize": 3,
     "writer": 3,

@@ -61,7 +61,7 @@ def plain_layout(tensors: dict[str, torch.Tensor], name: str = "model.safetensor
 
         return Job((Entry(key, tuple(value.shape), names[value.dtype]),), run)
 
-    return Layout((OutFile(name, tuple(job(key) for key in tensors)),), {}, lambda _: {}, "f")
+    return Layout((OutFile(name, tuple(job(key) for key in tensors)),), {}, lambda _: {}, "f", "r")
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,15 +142,15 @@ def test_killed_at_ten_random_moments_the_same_command_finishes_with_the_same_by
         time.sleep(duration * moments.uniform(0.4, 1.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        stopped_midway += (tmp_path / "out.partial").exists()
+        stopped_midway += (tmp_path / "out.fp8export-partial").exists()
         if not (tmp_path / "out").exists():
             assert (
-                not (tmp_path / "out.partial" / "config.json").exists()
-                or verify_folder(tmp_path / "out.partial").passed
+                not (tmp_path / "out.fp8export-partial" / "config.json").exists()
+                or verify_folder(tmp_path / "out.fp8export-partial").passed
             )
     assert run_cli(*arguments).returncode == 0
     assert hashes(tmp_path / "out") == expected
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.fp8export-partial").exists()
 
 
 @pytest.mark.parametrize("stop", range(0, 40, 4))
@@ -173,7 +173,7 @@ def test_stopped_inside_any_job_the_finished_files_are_kept_and_the_rest_redone(
         convert(source, tmp_path / "out", shard_size=SHARD, on_progress=bomb)
     except Stop:
         assert not (tmp_path / "out").exists()
-        kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.partial").glob("*.safetensors")}
+        kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.fp8export-partial").glob("*.safetensors")}
         convert(source, tmp_path / "out", shard_size=SHARD)
         again = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.safetensors")}
         assert kept.items() <= again.items()
@@ -211,7 +211,7 @@ def test_run_again_after_success_changes_nothing_but_another_destination_is_refu
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     assert convert(source, tmp_path / "out").already_there
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    with pytest.raises(OutputError, match="not this conversion's result"):
+    with pytest.raises(OutputError, match="not this command's result"):
         convert(source, tmp_path / "out", weights="tensor")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("irreplaceable")
@@ -240,6 +240,91 @@ def test_two_runs_into_one_folder_do_not_tear_each_other(source, tmp_path) -> No
     convert(source, tmp_path / "out", on_progress=second_run)
     assert refused
     assert verify_folder(tmp_path / "out").passed
+
+
+def test_a_folder_that_is_not_ours_is_never_touched(source, tmp_path) -> None:
+    for name in ("out.partial", "out.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious.txt").write_text("thesis")
+    convert(source, tmp_path / "out")
+    assert all((tmp_path / name / "precious.txt").exists() for name in ("out.partial", "out.tmp"))
+
+
+def test_a_working_folder_that_is_a_link_is_refused(source, tmp_path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious.txt").write_text("thesis")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "out.fp8export-partial")
+    with pytest.raises(OutputError, match="is a link"):
+        convert(source, tmp_path / "out")
+    assert (tmp_path / "elsewhere" / "precious.txt").exists()
+
+
+def test_the_lock_holds_until_the_folder_has_its_name(source, tmp_path, monkeypatch) -> None:
+    """A second run that comes while the first one publishes must neither write into it nor destroy it."""
+    from fp8export import writer
+
+    rename, seen = os.rename, []
+
+    def slow_rename(old, new) -> None:
+        with pytest.raises(OutputError, match="another run"):
+            convert(source, tmp_path / "out")
+        seen.append(True)
+        rename(old, new)
+
+    monkeypatch.setattr(writer.os, "rename", slow_rename)
+    convert(source, tmp_path / "out")
+    assert seen
+    assert verify_folder(tmp_path / "out").passed
+
+
+def test_an_edit_that_no_sample_saw_is_seen_by_its_date(source, tmp_path) -> None:
+    def stop_late(done: int, total: int, label: str) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", shard_size=SHARD, on_progress=stop_late)
+    kept = list((tmp_path / "out.fp8export-partial").glob("*.safetensors"))
+    assert kept
+    dates = {p.name: p.stat().st_mtime_ns for p in kept}
+    os.utime(source / "model.safetensors", (1e9, 1e9))
+    convert(source, tmp_path / "out", shard_size=SHARD)
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns != date for name, date in dates.items())
+
+
+def test_another_tokenizer_is_another_export(source, tmp_path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    convert(source, tmp_path / "out")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(OutputError):
+        convert(source, tmp_path / "out")
+
+
+def test_what_cannot_or_must_not_be_copied_is_listed(source, tmp_path) -> None:
+    (source / "hf_quant_config.json").write_text("{}")
+    (source / "trainer.pkl").write_bytes(b"x")
+    os.symlink("nowhere", source / "broken.bin")
+    os.mkfifo(source / "pipe.bin")
+    for name in ("README.md", "README.source.md"):
+        (source / name).write_text(name)
+    convert(source, tmp_path / "out")
+    listed = json.loads((tmp_path / "out" / "fp8export.json").read_text())["not_exported"]
+    assert {"hf_quant_config.json", "trainer.pkl", "broken.bin", "pipe.bin"} <= set(listed)
+    assert (tmp_path / "out" / "README.source.md").read_text() == "README.source.md"
+    assert (tmp_path / "out" / "README.source-2.md").read_text() == "README.md"
+
+
+def test_odd_names_and_characters_survive(source, tmp_path) -> None:
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, "odd": "\ud800 ü"}))
+    (source / os.fsdecode(b"\xff.txt")).write_text("x")
+    convert(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["odd"] == "\ud800 ü"
+
+
+def test_a_link_gives_the_export_its_own_name(source, tmp_path) -> None:
+    os.symlink(source, tmp_path / "link")
+    assert convert(tmp_path / "link").out == tmp_path / "link-fp8"
 
 
 def limit_files() -> None:
@@ -280,7 +365,7 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_published(
         convert(source, small_disk / "out")
     assert caught.value.exit_code == 6
     assert not (small_disk / "out").exists()
-    assert not list((small_disk / "out.partial").glob("*.safetensors"))
+    assert not list((small_disk / "out.fp8export-partial").glob("*.safetensors"))
 
 
 def test_a_destination_that_cannot_be_made_is_a_clear_error(source, tmp_path) -> None:

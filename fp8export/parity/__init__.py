@@ -16,7 +16,7 @@ from ..model import Checkpoint, ScaleSet
 from ..report import ParityReport
 from ..store import open_store
 from ..targets import read_format
-from .codes import judge_plain, judge_weight
+from .codes import judge_config, judge_plain, judge_weight
 from .logits import FLOOR_FACTOR, Forwards, judge_logits, logits_faults
 from .outputs import OUTPUT_TOLERANCE, draw_inputs, judge_output, outside_tolerance
 from .stored import pair_linears
@@ -25,6 +25,16 @@ __all__ = ["DEPTHS", "judge"]
 
 DEPTHS = ("weights", "linears", "logits")
 Progress = Callable[[int, int, str], None]
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"the device {name!r} cannot be used: {error}", hint="cpu, cuda, or cuda:N") from error
+    return name
 
 
 def judge(
@@ -50,7 +60,7 @@ def judge(
     stored, texts = read_format(store.config)
     if stored is None:
         raise CheckpointError("; ".join(texts), where=str(out), hint="is this the exported folder?")
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = _device(device)
     report = ParityReport(
         depth=depth,
         reference="the training-time FP8 forward"
@@ -63,7 +73,12 @@ def judge(
     )
     notify = on_progress or (lambda *_: None)
     linears, unpaired = pair_linears(checkpoint, store, stored)
-    report.faults += [*texts, *unpaired, *judge_plain(checkpoint, store, set(linears))]
+    report.faults += [
+        *texts,
+        *unpaired,
+        *judge_plain(checkpoint, store, set(linears)),
+        *judge_config(checkpoint, store),
+    ]
     total, done = sum(source.weight.numel for source, _ in linears.values()), 0
     for name, (source, export) in linears.items():
         notify(done, total, name)
@@ -91,5 +106,7 @@ def judge(
             report.faults.append(f"{linear.name}: {fault}")
     if depth == "logits" and forwards is not None and tokens is not None:
         report.logits = judge_logits(forwards, tokens)
-        report.faults += logits_faults(report.logits, learned=bool(scales.inputs))
+        exact = all(linear.exactness == linear.input_scale == "exact" for linear in report.linears)
+        whole = len(report.linears) == len(checkpoint.linears)
+        report.faults += logits_faults(report.logits, learned=bool(scales.inputs), exact=exact and whole)
     return report

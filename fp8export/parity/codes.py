@@ -33,24 +33,39 @@ class _Expected:
     why: str
 
 
+def judge_config(checkpoint: Checkpoint, store: Store) -> list[str]:
+    """The export's config must describe the trained model: servers build the model from it alone."""
+    found, trained = dict(store.config), dict(checkpoint.config)
+    found.pop("quantization_config", None)
+    keys = [key for key in (*trained, *found) if found.get(key) != trained.get(key)]
+    return [
+        f"config.json: {key} is {found.get(key)!r}, trained with {trained.get(key)!r}" for key in dict.fromkeys(keys)
+    ]
+
+
 def judge_plain(checkpoint: Checkpoint, store: Store, quantized: set[str]) -> list[str]:
-    """High-precision tensors pass through to the byte; returns those that did not."""
-    faults = []
+    """High-precision tensors pass through to the byte, and nothing else is there; returns what is not so."""
     expected = dict(checkpoint.plain)
     for linear in checkpoint.linears:
         if linear.name not in quantized:
             expected[f"{linear.name}.weight"] = linear.weight
         if linear.bias is not None:
             expected[f"{linear.name}.bias"] = linear.bias
+    faults = []
     for key, tensor in expected.items():
         found = store.tensors.get(key)
         if found is None:
             faults.append(f"{key}: missing from the export")
         elif found.shape != tensor.shape or found.dtype != tensor.dtype:
-            if found.dtype != torch.float8_e4m3fn:
-                faults.append(f"{key}: {found.dtype} {found.shape} instead of {tensor.dtype} {tensor.shape}")
+            faults.append(f"{key}: {found.dtype} {list(found.shape)} instead of {tensor.dtype} {list(tensor.shape)}")
         elif not all(_same_bytes(found.read(lo, hi), tensor.read(lo, hi)) for lo, hi in tensor.chunks()):
             faults.append(f"{key}: high-precision values differ from the checkpoint")
+    parts = {
+        f"{linear.name}.{part}" for linear in checkpoint.linears for part in ("weight", "weight_scale", "input_scale")
+    }
+    faults += [
+        f"{key}: not part of the checkpoint" for key in store.tensors if key not in expected and key not in parts
+    ]
     return faults
 
 
@@ -68,15 +83,17 @@ def judge_weight(
     if linear.differing_codes:
         linear.exactness = "differs"
         linear.why = f"{linear.differing_codes} codes are not the cast of the weight at the stored scale"
-    if export.input_scale is None:
-        linear.input_scale = "dynamic"
-        return linear
     members = [scales.inputs[m] for m in arch.fused_members(source.name) if m in scales.inputs]
     wanted = max((scale.value for scale in members), default=None)
-    linear.input_scale = "exact" if wanted is not None and float(export.input_scale) == wanted else "differs"
-    if linear.input_scale == "differs":
-        text = f"input_scale is {float(export.input_scale):.9g}, learned was {wanted}"
+    found = None if export.input_scale is None else float(export.input_scale)
+    if found != wanted:
+        linear.input_scale = "differs"
+        text = f"input_scale is {found or 'dynamic'}, learned was {wanted or 'none'}"
         linear.why = f"{linear.why}; {text}" if linear.exactness == "differs" else text
+    elif found is None:
+        linear.input_scale = "dynamic"
+    else:
+        linear.input_scale = "exact" if found == scales.inputs[source.name].value else "unified"
     return linear
 
 

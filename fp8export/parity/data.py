@@ -50,10 +50,13 @@ def _ids_from_npy(path: Path) -> Tensor:
     import numpy
 
     try:
-        return torch.from_numpy(numpy.load(path, allow_pickle=False).astype("int64"))
+        array = numpy.load(path, allow_pickle=False)
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"its type is {array.dtype}")
+        return torch.from_numpy(array.astype("int64"))
     except (ValueError, OSError, EOFError) as error:
         raise CheckpointError(
-            f"not an array of token ids: {error}", where=str(path), hint="save it with numpy.save"
+            "not an array of integer token ids", where=str(path), hint="save int32 or int64 ids with numpy.save"
         ) from error
 
 
@@ -68,11 +71,14 @@ def _ids_from_safetensors(path: Path) -> Tensor:
 
 def _jsonl(path: Path) -> bytes:
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            texts.append(json.loads(line)["text"])
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError
+            texts.append(text)
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(
                 "a line is not an object with `text`", where=f"{path}:{number}", hint='write {"text": "…"} on each line'
@@ -86,7 +92,12 @@ def _encode(text: bytes, folder: Path, vocabulary: int) -> Tensor:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise RequestError("transformers is not installed", hint="pip install 'fp8export[hf]'") from error
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # foreign code reading a foreign file
+            raise CheckpointError(
+                f"the tokenizer cannot be read: {error}", where=str(folder), hint="give token ids"
+            ) from error
         return torch.tensor(tokenizer(text.decode("utf-8", errors="replace"))["input_ids"])
     if vocabulary != _BYTE_VOCABULARY:
         raise RequestError(

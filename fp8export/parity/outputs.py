@@ -77,6 +77,7 @@ def outside_tolerance(linear: LinearParity) -> str:
         if linear.export_error <= _DYNAMIC_TOLERANCE:
             return ""
         return f"output error {linear.export_error:.2e} above {_DYNAMIC_TOLERANCE:.0e}"
+    # anything else was changed for a stated reason: then it may not be much worse than training was
     if linear.exactness == linear.input_scale == "exact":
         if linear.output_error <= OUTPUT_TOLERANCE:
             return ""

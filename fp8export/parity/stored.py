@@ -20,6 +20,19 @@ class StoredLinear:
     input_scale: Tensor | None
 
 
+def _scale(store: Store, key: str, shape: tuple[int, ...]) -> tuple[Tensor | None, str]:
+    """Read a scale, or say why it cannot be one."""
+    found = store.tensors.get(key)
+    if found is None:
+        return None, f"{key} is missing"
+    if found.dtype is not torch.float32 or found.shape != shape:
+        return None, f"{key} is {found.dtype} {list(found.shape)}, expected float32 {list(shape)}"
+    values = found.read()
+    if not bool((values.isfinite() & (values > 0)).all()):
+        return None, f"{key} is not finite and positive"
+    return values, ""
+
+
 def pair_linears(
     checkpoint: Checkpoint, store: Store, stored: StoredFormat
 ) -> tuple[dict[str, tuple[TrainedLinear, StoredLinear]], list[str]]:
@@ -34,19 +47,17 @@ def pair_linears(
             continue
         if codes.dtype == linear.weight.dtype and stored.ignored_by(linear.name):
             continue  # kept in high precision, judged with the plain tensors
-        scale = store.tensors.get(f"{linear.name}.weight_scale")
-        given = store.tensors.get(f"{linear.name}.input_scale")
         if codes.dtype != torch.float8_e4m3fn or codes.shape != linear.weight.shape:
             faults.append(f"{linear.name}: expected E4M3 {linear.weight.shape}, found {codes.dtype} {codes.shape}")
-        elif (
-            scale is None or scale.shape != stored.scale_shape(codes.shape) or (given is None and stored.static_inputs)
-        ):
-            faults.append(f"{linear.name}: a scale is missing or has the wrong shape")
+            continue
+        weight_scale, fault = _scale(store, f"{linear.name}.weight_scale", stored.scale_shape(codes.shape))
+        input_scale, more = None, ""
+        if stored.static_inputs or f"{linear.name}.input_scale" in store.tensors:
+            input_scale, more = _scale(store, f"{linear.name}.input_scale", (1,))
+        if weight_scale is None or more:
+            faults.append(f"{linear.name}: {fault or more}")
         else:
-            pairs[linear.name] = (
-                linear,
-                StoredLinear(codes, scale.read().float(), None if given is None else given.read().float()),
-            )
+            pairs[linear.name] = (linear, StoredLinear(codes, weight_scale, input_scale))
     return pairs, faults
 
 

@@ -6,6 +6,7 @@ from ..errors import CheckpointError, RequestError
 from ..model import Checkpoint
 from ..store import Store
 from . import hf_plain, te_fp8
+from .hf_modules import unwrapped
 
 __all__ = ["SOURCES", "Source", "read_checkpoint", "recognise"]
 
@@ -44,4 +45,4 @@ def recognise(store: Store, name: str | None = None) -> tuple[str, str]:
 
 
 def read_checkpoint(store: Store, name: str | None = None) -> Checkpoint:
-    return SOURCES[recognise(store, name)[0]].read(store)
+    return SOURCES[recognise(store, name)[0]].read(unwrapped(store))

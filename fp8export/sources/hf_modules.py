@@ -1,6 +1,7 @@
 """What every source with Hugging Face module names shares: sort the tensors into linears and the rest."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ def build(
         weight_evidence, input_evidence, nothing = evidence(module)
         bias_key = f"{module}.bias"
         bias = store.tensors.get(bias_key)
+        if bias is not None and bias.shape != tensor.shape[:1]:
+            raise CheckpointError(
+                f"a bias of {list(bias.shape)} beside a weight of {list(tensor.shape)}",
+                where=bias.origin,
+                hint="the two are from different saves: write the checkpoint again",
+            )
         used |= {key, bias_key} if bias else {key}
         linears.append(
             TrainedLinear(module, tensor, bias, arch.fused_set(module), weight_evidence, input_evidence, nothing)
@@ -68,8 +75,28 @@ def build(
         assets=store.assets,
         skipped_files=store.skipped_files,
         identity=store.identity,
+        modified=store.modified,
         notes=(*store.notes, *notes),
     )
+
+
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def unwrapped(store: Store) -> Store:
+    """Take off what DistributedDataParallel and torch.compile put before every name."""
+    names = (*store.tensors, *store.objects)
+    for wrapper in _WRAPPERS:
+        if names and all(name.startswith(wrapper) for name in names):
+            return unwrapped(
+                replace(
+                    store,
+                    tensors={key.removeprefix(wrapper): value for key, value in store.tensors.items()},
+                    objects={key.removeprefix(wrapper): value for key, value in store.objects.items()},
+                    notes=(*store.notes, Note(f"the prefix {wrapper!r} was taken off every name")),
+                )
+            )
+    return store
 
 
 def _tied_head(store: Store, config: dict[str, Any], notes: list[Note]) -> dict[str, str]:

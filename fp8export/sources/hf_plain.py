@@ -21,5 +21,9 @@ def read(store: Store) -> Checkpoint:
         source="hf_plain",
         recipe="none: high-precision weights without learned scales",
         evidence=lambda _: (None, None, "the checkpoint holds no FP8 training state"),
-        consumed={},
+        consumed={
+            key: "training state, which this source does not read"
+            for key in (*store.tensors, *store.objects)
+            if key.endswith("._extra_state")
+        },
     )

@@ -8,11 +8,12 @@ row and row 0 is the landing place for the next one.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .. import arch
 from ..errors import CheckpointError
 from ..kernels import reciprocal
 from ..model import Checkpoint, LazyTensor, Note, ScaleEvidence
@@ -70,7 +71,9 @@ def read(store: Store) -> Checkpoint:
         origins[module] = value.origin if isinstance(value, LazyTensor) else key
         states[module] = decode(value, origins[module])
         consumed[key] = "training state, read for its scales"
-        if f"{module}.weight" not in store.tensors and isinstance(states[module], DelayedState):
+        weight = store.tensors.get(f"{module}.weight")
+        plain = weight is not None and arch.is_matrix(f"{module}.weight", weight)
+        if not plain and isinstance(states[module], DelayedState):
             raise CheckpointError(
                 "this Transformer Engine module is not a plain Linear under a Hugging Face name",
                 where=origins[module],
@@ -130,8 +133,8 @@ def decode(value: object, origin: str) -> DelayedState | str:
 def _delayed(payload: Mapping[str, Any], origin: str) -> DelayedState:
     scale, history = payload["scale_fwd"], payload.get("amax_history_fwd")
     if not (
-        isinstance(scale, Tensor)
-        and isinstance(history, Tensor)
+        _is_plain(scale)
+        and _is_plain(history)
         and scale.dtype == history.dtype == torch.float32
         and scale.ndim == 1
         and history.ndim == 2
@@ -139,8 +142,6 @@ def _delayed(payload: Mapping[str, Any], origin: str) -> DelayedState:
         and history.shape[1] == len(scale)
     ):
         raise _damaged("scale_fwd and amax_history_fwd do not fit each other", origin)
-    # resolved tensors may be strided views of a larger storage
-    scale, history = scale.contiguous(), history.contiguous()
     recipe = payload.get("recipe")
     settings = recipe.state if isinstance(recipe, Inert) else {}
     extra = payload.get("extra_fp8_variables")
@@ -151,13 +152,12 @@ def _delayed(payload: Mapping[str, Any], origin: str) -> DelayedState:
     deferred = "global_fp8_buffer" in payload
     if deferred:
         pending = _reduced(payload["global_fp8_buffer"], extra, pending)
-    folds = deferred and bool(extra.get("update_amax_and_scale_fwd", pending.any()))
-    inverse = payload.get("scale_inv_fwd")
+    update = extra.get("update_amax_and_scale_fwd")
+    folds = deferred and (update if isinstance(update, bool) else bool(pending.any()))
     # the weight's inverse may lag in 1.x while a cached weight is reused; the input's may not
+    inverse = payload.get("scale_inv_fwd")
     stale = (
-        isinstance(inverse, Tensor)
-        and inverse.shape == scale.shape
-        and bool((inverse[_INPUT] * scale[_INPUT] - 1).abs() > 1e-5)
+        _is_plain(inverse) and inverse.shape == scale.shape and bool((inverse[_INPUT] * scale[_INPUT] - 1).abs() > 1e-5)
     )
     active = scale[scale != 1]
     return DelayedState(
@@ -168,10 +168,10 @@ def _delayed(payload: Mapping[str, Any], origin: str) -> DelayedState:
         # 0.12 and older floor the scale to a power of two and nothing else tells them from 0.13
         floors_scale=deferred and len(active) > 0 and bool((torch.frexp(active).mantissa == 0.5).all()),
         recipe=type(recipe).__name__ if recipe is not None else "",
-        algorithm=_algorithm(settings.get("amax_compute_algo", "max")),
-        margin=_integer(settings.get("margin", 0), 0),
+        algorithm=_algorithm(settings.get("amax_compute_algo")),
+        margin=_margin(settings.get("margin", 0), origin),
         fp8_max=_forward_max(extra),
-        configured_history=_integer(settings.get("amax_history_len"), None),
+        configured_history=length if isinstance(length := settings.get("amax_history_len"), int) else None,
         stale_inverse=stale,
     )
 
@@ -200,7 +200,7 @@ def _reduced(buffer: object, extra: Mapping[str, Any], local: Tensor) -> Tensor:
     except (KeyError, IndexError, TypeError):
         return local
     entry = _tensor(entry)
-    return entry if isinstance(entry, Tensor) and entry.shape == local.shape else local
+    return entry if isinstance(entry, Tensor) and _is_plain(entry) and entry.shape == local.shape else local
 
 
 def _forward_max(extra: Mapping[str, Any]) -> float:
@@ -210,11 +210,20 @@ def _forward_max(extra: Mapping[str, Any]) -> float:
 
 
 def _algorithm(value: object) -> str:
+    """1.x states do not say; `max` is the framework's default since 0.12."""
+    if value is None:
+        return "max (assumed)"
     return value if isinstance(value, str) else "custom"
 
 
-def _integer(value: object, default: int | None) -> Any:
-    return value if isinstance(value, int) else default
+def _margin(value: object, origin: str) -> int:
+    if type(value) is not int or abs(value) > 64:
+        raise _damaged(f"a margin of {value!r}", origin)
+    return value
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _tensor(value: object) -> object:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RequestError
 from ..model import LazyTensor, Note
 from . import safetensors_dir, torch_zip
-from .disk import is_weight_file, read_json
+from .disk import is_plain_name, is_weight_file, read_json
 
 __all__ = ["Store", "open_store"]
 
@@ -26,6 +26,7 @@ class Store:
     assets: Mapping[str, Path]  # files to copy as they are, by relative name
     skipped_files: Mapping[str, str]
     identity: str
+    modified: tuple[int, ...]
     notes: tuple[Note, ...]
 
 
@@ -34,6 +35,7 @@ _CONTAINERS = (
     ("safetensors", "model.safetensors", safetensors_dir.read_file),
     ("torch zip", "pytorch_model.bin", torch_zip.read_file),
 )
+_CONTRADICTS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _LONE_FILES = {
     ".safetensors": ("safetensors", safetensors_dir.read_file),
     ".bin": ("torch zip", torch_zip.read_file),
@@ -50,6 +52,8 @@ def open_store(path: Path, hf_config: Path | None = None) -> Store:
     """
     if not path.exists():
         raise CheckpointError("no such file or folder", where=str(path), hint="check the spelling of the path")
+    if hf_config is not None and not hf_config.is_dir():
+        raise RequestError("no such folder", where=f"--hf-config {hf_config}", hint="name the folder with config.json")
     if path.is_file():
         kind = _LONE_FILES.get(path.suffix)
         if kind is None:
@@ -61,8 +65,10 @@ def open_store(path: Path, hf_config: Path | None = None) -> Store:
         container, read = kind
         files: tuple[Path, ...] = (path,)
         indexed: dict[str, str] | None = None
-    else:
+    elif path.is_dir():
         container, read, files, indexed = _find_weights(path)
+    else:
+        raise CheckpointError("neither a file nor a folder", where=str(path), hint="give a checkpoint folder")
 
     tensors: dict[str, LazyTensor] = {}
     objects: dict[str, object] = {}
@@ -89,7 +95,8 @@ def open_store(path: Path, hf_config: Path | None = None) -> Store:
     config = read_json(config_file) if config_file.is_file() else {}
     for name in {file.name for file in files}:
         skipped.pop(name, None)
-    return Store(path, container, tensors, objects, config, assets, skipped, _identity(files), tuple(notes))
+    modified = tuple(file.stat().st_mtime_ns for file in files)
+    return Store(path, container, tensors, objects, config, assets, skipped, _identity(files), modified, tuple(notes))
 
 
 def _find_weights(folder: Path) -> tuple[str, Any, tuple[Path, ...], dict[str, str] | None]:
@@ -125,7 +132,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError("the index has no weight_map", where=str(index), hint="write the checkpoint again")
     for name, shard in weight_map.items():
         # a plain file name in the same folder: no separators of any system, no parent, no drive
-        if not isinstance(shard, str) or shard in ("", ".", "..") or any(c in shard for c in "/\\:\0"):
+        if not isinstance(shard, str) or not is_plain_name(shard):
             raise CheckpointError(
                 "the index points outside its folder",
                 where=f"{index}: {name} -> {shard!r}",
@@ -168,8 +175,12 @@ def _assets(folder: Path, lone: bool) -> tuple[dict[str, Path], dict[str, str]]:
             relative = path.relative_to(folder).as_posix()
             if lone and not name.startswith(names):
                 continue
-            if is_weight_file(path):
+            if not path.is_file():
+                skipped[relative] = "not a file: a broken link or a device"
+            elif is_weight_file(path):
                 skipped[relative] = "holds weights or points to them: a server might load it beside the export"
+            elif name in _CONTRADICTS:
+                skipped[relative] = "describes another quantisation, which servers would believe"
             elif not name.startswith("."):
                 assets[relative] = path
     assets.pop("config.json", None)

@@ -12,16 +12,8 @@ from ..model import LazyTensor
 
 _LFS_POINTER = b"version https://git-lfs"
 _WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".distcp",
-    ".index.json",
+    *(".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp", ".pkl", ".npz"),
+    *(".index.json", ".fp8export-partial"),
 )
 
 
@@ -34,6 +26,15 @@ def is_weight_file(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(len(_LFS_POINTER))
     return head.startswith((b"PK\x03\x04", b"\x80\x02", _LFS_POINTER))
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a name stays in its folder on every system: no separator, no drive, no parent."""
+    return (
+        0 < len(name.encode(errors="replace")) < 256
+        and name not in (".", "..")
+        and not any(c in name for c in "/\\:\0")
+    )
 
 
 def refuse_pointer(path: Path) -> None:

@@ -56,10 +56,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         try:
             dtype, shape = item["dtype"], tuple(item["shape"])
             begin, end = item["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            whole = all(type(n) is int and 0 <= n < 2**62 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError) as error:
             raise refuse("the header entry is malformed", key) from error
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise refuse(f"element type {dtype!r} is not known to this version", key)
         count = DTYPES[dtype].itemsize
         for n in shape if whole else ():

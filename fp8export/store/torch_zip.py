@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..model import LazyTensor
 from .disk import read_bytes, refuse_pointer, tensor_at
-from .safe_pickle import StoredTensor, load_torch_file
+from .safe_pickle import StorageRef, StoredTensor, load_torch_file
 
 # where training scripts put the model inside a larger checkpoint, most specific first
 _MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
@@ -27,17 +27,22 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
+            if len(members) != len(archive.infolist()):
+                raise CheckpointError(
+                    "two members of one name", where=str(path), hint="readers differ in which they take"
+                )
             pickles = [name for name in members if name.endswith("/data.pkl") or name == "data.pkl"]
             if len(pickles) != 1:
                 raise CheckpointError(
                     "a zip, but not made by torch.save", where=str(path), hint="expected one data.pkl inside"
                 )
-            if members[pickles[0]].compress_type != zipfile.ZIP_STORED:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
                 raise CheckpointError(
                     "compressed zip", where=str(path), hint="torch.save never compresses: save it again"
                 )
             prefix = pickles[0].removesuffix("data.pkl")
-            order = archive.read(f"{prefix}byteorder") if f"{prefix}byteorder" in members else b"little"
+            order = members.get(f"{prefix}byteorder")
+            little = order is None or archive.read(order) == b"little"
             data = archive.read(pickles[0])
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
         raise CheckpointError(
@@ -45,7 +50,7 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
             where=str(path),
             hint="cut short? fetch it again. Older than torch 1.6? load and save it once with a newer torch",
         ) from error
-    if order != b"little":
+    if not little:
         raise CheckpointError("big-endian checkpoint", where=str(path), hint="save it on a little-endian machine")
 
     root = load_torch_file(data, f"{path.name}::{pickles[0]}")
@@ -57,26 +62,38 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
     tensors: dict[str, LazyTensor] = {}
     objects: dict[str, object] = {}
     for key, value in state.items():
-        name = str(key)
-        found = _resolve(value, partial(_lazy, path, members, prefix, name), depth=4)
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"a state dict key that is no text: {key!r}", where=str(path), hint="save state_dict()"
+            )
+        found = _resolve(value, partial(_lazy, path, members, prefix, key), {})
         if isinstance(found, LazyTensor):
-            tensors[name] = found
+            tensors[key] = found
         else:
-            objects[name] = found
+            objects[key] = found
     return tensors, objects
 
 
-def _resolve(value: object, lazy: Callable[[StoredTensor], LazyTensor], depth: int) -> object:
-    """Values that are no tensors may hold some: a framework's state in a dict, list or byte stream."""
+def _resolve(value: object, lazy: Callable[[StoredTensor], LazyTensor], seen: dict[int, object]) -> object:
+    """Values that are no tensors may hold some: a framework's state in a dict, list or byte stream. `seen` makes shared
+    and circular values cost one visit."""
+    if id(value) in seen:
+        return seen[id(value)]
+    result: object = value
     if isinstance(value, io.BytesIO):
-        return value.getvalue()
-    if isinstance(value, StoredTensor):
-        return lazy(value)
-    if depth and isinstance(value, Mapping):
-        return {key: _resolve(item, lazy, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, list | tuple):
-        return [_resolve(item, lazy, depth - 1) for item in value]
-    return value
+        result = value.getvalue()
+    elif isinstance(value, StoredTensor):
+        result = lazy(value)
+    elif isinstance(value, Mapping):
+        table: dict[object, object] = {}
+        result = seen[id(value)] = table
+        table.update((key, _resolve(item, lazy, seen)) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        items: list[object] = []
+        result = seen[id(value)] = items
+        items.extend(_resolve(item, lazy, seen) for item in value)
+    seen[id(value)] = result
+    return result
 
 
 def _model_part(root: object) -> Mapping[object, object] | None:
@@ -93,8 +110,10 @@ def _lazy(
     path: Path, members: Mapping[str, zipfile.ZipInfo], prefix: str, name: str, tensor: StoredTensor
 ) -> LazyTensor:
     origin = f"{path.name}::{name}"
+    if not isinstance(tensor.storage, StorageRef):
+        raise CheckpointError("the tensor has no storage", where=origin, hint="fetch the file again")
     info = members.get(f"{prefix}data/{tensor.storage.key}")
-    if info is None or info.compress_type != zipfile.ZIP_STORED:
+    if info is None:
         raise CheckpointError("the archive lacks this tensor's data", where=origin, hint="fetch the file again")
     sizes = (*tensor.shape, *tensor.stride, tensor.offset)
     if not all(type(n) is int and n >= 0 for n in sizes) or len(tensor.shape) != len(tensor.stride):

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from ..model import Grain
 
 
+def is_pattern(text: str) -> bool:
+    """Tell whether an entry of an ignore list can be read: a name, or `re:` and a regular expression."""
+    try:
+        re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
+    except re.error:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
     weights: Grain

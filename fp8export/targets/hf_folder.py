@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import __version__, arch
-from ..layout import Entry, Job, Layout, OutFile, Record, fingerprint
+from ..layout import Entry, Job, Layout, OutFile, Record, digest, fingerprint
 from ..model import DTYPE_NAMES, Grain, LazyTensor, ModelPlan, QuantizedLinear
 from ..quantize import copy_rows, quantize_set
 
@@ -25,10 +25,15 @@ def lay_out(plan: ModelPlan, options: Options, quantization: Mapping[str, Any], 
     jobs = [_set_job(members, plan) for members in plan.fused_sets.values()]
     jobs += [_plain_job(name, tensor) for name, tensor in plan.plain.items()]
     files = _shards(sorted(jobs, key=lambda job: arch.natural(job.entries[0].name)), options.shard_size)
+    copies = dict(plan.assets)
+    copies.pop(PROVENANCE, None)
+    if _CARD in copies:  # ours takes its name
+        copies[_free_name(copies)] = copies.pop(_CARD)
     identity = fingerprint(
         files,
-        plan.identity,
+        copies,
         {
+            "source": plan.identity,
             "version": __version__,
             **asdict(options),
             "scheme": asdict(plan.scheme),
@@ -40,26 +45,31 @@ def lay_out(plan: ModelPlan, options: Options, quantization: Mapping[str, Any], 
             ],
         },
     )
-    copies = {(_OLD_CARD if name == _CARD else name): path for name, path in plan.assets.items()}
-    copies.pop(PROVENANCE, None)
 
     def finish(records: list[Record]) -> Mapping[str, bytes]:
         sidecars: dict[str, bytes] = {}
         if len(files) > 1:
             sidecars["model.safetensors.index.json"] = _index(files)
-        sidecars[_CARD] = _card(plan, options, records, serve).encode()
+        sidecars[_CARD] = _card(plan, options, records, serve).encode(errors="replace")
         sidecars[PROVENANCE] = _json(_provenance(plan, options, records, identity))
         # the file without which nothing loads comes last
         sidecars["config.json"] = _json({**plan.config, "quantization_config": quantization})
         return sidecars
 
-    return Layout(files, copies, finish, identity)
+    return Layout(files, copies, finish, identity, digest([identity, plan.modified]))
 
 
 def ignore_list(plan: ModelPlan) -> list[str]:
     """Full names of all modules a loader might take for a quantised linear: derived from the data, no patterns."""
     modules = {module for module in plan.kept if not arch.is_embedding(module)}
-    return sorted({*modules, "lm_head"}, key=arch.natural)
+    if plan.config.get("tie_word_embeddings", True):
+        modules.add("lm_head")  # exists in the model though not in the file
+    return sorted(modules, key=arch.natural)
+
+
+def _free_name(taken: Mapping[str, object]) -> str:
+    names = [_OLD_CARD, *(f"README.source-{i}.md" for i in range(2, len(taken) + 3))]
+    return next(name for name in names if name not in taken)
 
 
 def _set_job(members: tuple[QuantizedLinear, ...], plan: ModelPlan) -> Job:
@@ -148,4 +158,4 @@ def _card(plan: ModelPlan, options: Options, records: list[Record], serve: str) 
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -51,7 +51,8 @@ def make_checkpoint(folder: Path, gigabytes: float) -> Path:
             weight = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=random)
             amax = float(weight.float().abs().max()) * (1 + 0.01 * len(name))
             state[f"{full}.weight"] = weight
-            payload = te.delayed([37.3, float(torch.tensor(448.0) / amax), 1.0], [[0.0] * 3] + [[12.0, amax, 0.0]] * 1023)
+            multiplier = float(torch.tensor(448.0) / amax)
+            payload = te.delayed([37.3, multiplier, 1.0], [[0.0] * 3] + [[12.0, amax, 0.0]] * 1023)
             state[f"{full}._extra_state"] = te.as_u8(te.pickled(payload))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             state[f"model.layers.{i}.{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)

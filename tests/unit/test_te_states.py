@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from builders import llama, te
-from fp8export.calibrate import freeze
-from fp8export.calibrate.freeze import settle, updated
 
 from fp8export import inspect
+from fp8export.calibrate import freeze
+from fp8export.calibrate.freeze import settle, updated
 from fp8export.errors import CheckpointError
 from fp8export.model import Scale
 from fp8export.sources.te_fp8 import DelayedState, _slot, decode

@@ -83,6 +83,27 @@ def unlisted(folder: Path) -> None:
     edit_tensors(sorted(folder.glob("*.safetensors"))[0], lambda state: state.__setitem__("extra.bias", torch.ones(3)))
 
 
+def add(key: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = owner(folder, f"{Q}.weight")
+        edit_tensors(file, lambda state: state.__setitem__(key, torch.ones(3)))
+        index(lambda m: m.__setitem__(key, file.name))(folder)
+
+    return damage
+
+
+def header_of(folder: Path, old: str, new: object) -> None:
+    """Rewrite the first match in a shard's header, keeping its length by trimming spaces."""
+    file = owner(folder, f"{Q}.weight")
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    text = raw[8 : 8 + length].decode()
+    quoted = json.dumps(old) if isinstance(new, list) else old
+    changed = text.replace(quoted, json.dumps(new) if isinstance(new, list) else str(new), 1).encode()
+    assert changed != text.encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + length :])
+
+
 def truncate(folder: Path) -> None:
     file = sorted(folder.glob("*.safetensors"))[1]
     os.truncate(file, file.stat().st_size - 1)
@@ -165,6 +186,38 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "regular expression that matches nothing": (config(lambda q: q["ignore"].append("re:layers.*")), "exclude"),
     "pattern over a quantised layer": (config(lambda q: q["ignore"].append(Q)), "exclude"),
     "lm_head not excluded": (config(lambda q: q["ignore"].remove("lm_head")), "exclude"),
+    "config is an empty object": (lambda f: (f / "config.json").write_text("{}"), "config"),
+    "config promises KV scales": (config(lambda q: q.update(kv_cache_scheme={"num_bits": 8})), "config"),
+    "config of another group format": (
+        config(lambda q: q["config_groups"]["group_0"].update(format="pack-quantized")),
+        "config",
+    ),
+    "config of group scales": (weights_args(group_size=128), "config"),
+    "config of a sparse model": (config(lambda q: q.update(sparsity_config={"format": "sparse"})), "config"),
+    "config with a strategy that is a list": (weights_args(strategy=["channel"]), "config"),
+    "broken regular expression": (config(lambda q: q["ignore"].append("re:(")), "config"),
+    "config promises more layers": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(num_hidden_layers=9)),
+        "complete",
+    ),
+    "no embedding": (
+        lambda f: (drop("model.embed_tokens.weight")(f), index(lambda m: m.pop("model.embed_tokens.weight"))(f)),
+        "complete",
+    ),
+    "half a fused set gone": (
+        lambda f: [
+            (drop(f"{Q}.{p}")(f), index(lambda m, p=p: m.pop(f"{Q}.{p}"))(f))
+            for p in ("weight", "weight_scale", "input_scale")
+        ],
+        "complete",
+    ),
+    "NaN in a norm": (tensor("model.norm.weight", lambda w: w * float("nan")), "codes"),
+    "zero point of another format": (add("model.layers.0.self_attn.q_proj.weight_zero_point"), "pair"),
+    "KV scale without scheme": (add("model.layers.0.self_attn.k_scale"), "pair"),
+    "training state left in": (add("model.layers.0.self_attn.q_proj._extra_state"), "pair"),
+    "bias of the wrong length": (add(f"{Q}.bias"), "pair"),
+    "header of the wrong types": (lambda f: header_of(f, "F32", ["F32"]), "shard"),
+    "header of absurd sizes": (lambda f: header_of(f, "[1]", "[" + "9" * 300 + ",0]"), "shard"),
     "truncated shard": (truncate, "shard"),
     "LFS pointer": (pointer, "shard"),
     "stray weight file": (stray, "stray"),
