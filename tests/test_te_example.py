@@ -60,7 +60,8 @@ def teacher_forced_error(on_disk: dict[str, torch.Tensor], layer_io: dict[str, t
     x = layer_io[f"{name}.input"].float().numpy() * (np.float32(1) / on_disk[f"{name}.input_scale"].numpy())
     codes = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     weight = on_disk[f"{name}.weight"].double() * on_disk[f"{name}.weight_scale"].double()
-    y = (torch.from_numpy(codes) * scale) @ weight.t()
+    # the recorded output is BF16, so the exact product is rounded once as well
+    y = ((torch.from_numpy(codes) * scale) @ weight.t()).bfloat16().double()
     recorded = layer_io[f"{name}.output"].double()
     return float((y - recorded).norm() / recorded.norm())
 

@@ -5,7 +5,9 @@ outputs), *logits* (the whole model against its noise floor). The reference is t
 checkpoint's weight and the learned multipliers, float32 accumulation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +27,15 @@ __all__ = ["DEPTHS", "judge"]
 
 DEPTHS = ("weights", "linears", "logits")
 Progress = Callable[[int, int, str], None]
+
+
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """One layer a core, one thread an operation: pieces that fit the cache are too small to be shared among cores."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+    torch.set_num_threads(threads)
 
 
 def _device(name: str | None) -> str:
@@ -80,13 +91,17 @@ def judge(
         *judge_config(checkpoint, store),
     ]
     total, done = sum(source.weight.numel for source, _ in linears.values()), 0
-    for name, (source, export) in linears.items():
-        notify(done, total, name)
-        linear = judge_weight(source, export, scales, checkpoint, stored)
-        report.linears.append(linear)
-        if "differs" in (linear.exactness, linear.input_scale):
-            report.faults.append(f"{name}: {linear.why}")
-        done += source.weight.numel
+    with _workers() as pool:
+        judgements = [
+            pool.submit(judge_weight, source, export, scales, checkpoint, stored) for source, export in linears.values()
+        ]
+        for judgement, (source, _) in zip(judgements, linears.values(), strict=True):
+            notify(done, total, source.name)
+            linear = judgement.result()
+            report.linears.append(linear)
+            if "differs" in (linear.exactness, linear.input_scale):
+                report.faults.append(f"{linear.name}: {linear.why}")
+            done += source.weight.numel
     if depth == "weights":
         return report
 

@@ -134,9 +134,11 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in times.items()}
     memory = statistics.median(peaks["convert"]) - statistics.median(peaks["start"])
     work = middle["convert"] - middle["start"]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "bench": f"convert {options.gb:g} GB, parity {options.parity}",
         "gpu": None,
+        "commit": commit.stdout.strip(),
         "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "source_bytes": size,
