@@ -127,7 +127,7 @@ def conversion_data(
         "already_there": done.already_there,
         "verify": {"passed": verified.passed, **asdict(verified)},
         "parity": None if judged is None else {"passed": judged.passed, **asdict(judged)},
-        "serve": serve,
+        "serve": serve if verified.passed and (judged is None or judged.passed) else None,
     }
 
 

@@ -97,7 +97,10 @@ class Layout:
 def fingerprint(files: tuple[OutFile, ...], copies: Mapping[str, Path], options: Mapping[str, Any]) -> str:
     """Name a result by everything that decides its bytes: the layout, the copied files' content, the options."""
     parts = [[f.name, [[e.name, e.shape, e.dtype] for e in f.entries]] for f in files]
-    copied = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in copies.items()}
+    copied = {}
+    for name, path in copies.items():
+        with open(path, "rb") as file:
+            copied[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digest([parts, copied, options])
 
 

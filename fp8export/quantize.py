@@ -18,6 +18,7 @@ class _Cast:
 
     amax: float
     clipped: int
+    clipped_at_learned: int
 
 
 def quantize_set(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: bool, sink: Sink) -> list[Record]:
@@ -85,7 +86,7 @@ def _by_tensor(linears: tuple[QuantizedLinear, ...], grain: Grain, strict: bool,
         else:
             how = str(linear.weight_scale.how)
         seen = casts[linear.name]
-        records.append(_record(linear, how, scale, seen.clipped / max(1, linear.weight.numel), seen.amax))
+        records.append(_record(linear, how, scale, seen.clipped_at_learned / max(1, linear.weight.numel), seen.amax))
     return records
 
 
@@ -108,7 +109,8 @@ def _by_row(linear: QuantizedLinear, sink: Sink) -> Record:
 
 
 def _cast(linear: QuantizedLinear, multiplier: float, sink: Sink) -> _Cast:
-    seen = _Cast(0.0, 0)
+    seen = _Cast(0.0, 0, 0)
+    learned = linear.weight_scale.multiplier if linear.weight_scale else multiplier
     for lo, hi in linear.weight.chunks():
         rows = linear.weight.read(lo, hi)
         peak = amax(rows)
@@ -116,6 +118,8 @@ def _cast(linear: QuantizedLinear, multiplier: float, sink: Sink) -> _Cast:
         seen.amax = max(seen.amax, peak)
         if peak * multiplier > SATURATES_ABOVE:
             seen.clipped += count_clipped(rows, multiplier)
+        if peak * learned > SATURATES_ABOVE:
+            seen.clipped_at_learned += count_clipped(rows, learned)
         sink(f"{linear.name}.weight", lo, quantize(rows, multiplier))
     return seen
 

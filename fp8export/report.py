@@ -13,7 +13,7 @@ class LinearParity:
     name: str
     exactness: str = ""  # "exact", "requantised" or "differs"
     why: str = ""
-    input_scale: str = ""  # "exact", "dynamic" or "differs"
+    input_scale: str = ""  # "exact", "unified" in its fused set, "dynamic", "differs", or the policy it came from
     differing_codes: int = 0
     sqnr_db: float = 0.0
     relative_error: float = 0.0

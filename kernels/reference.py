@@ -96,8 +96,8 @@ def reciprocal(value: float | Tensor) -> Tensor:
 
 def count_clipped(x: Tensor, multiplier: float) -> int:
     """Count the elements whose code is set by saturation, not by rounding."""
-    product = x.to(torch.float32).mul_(multiplier).abs_()
-    return int(torch.count_nonzero(product > SATURATES_ABOVE))
+    product = x.to(torch.float32) * multiplier
+    return int(torch.count_nonzero(product.abs_() > SATURATES_ABOVE))
 
 
 def has_nan_code(codes: Tensor) -> bool:

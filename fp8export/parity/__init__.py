@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..calibrate import freeze
 from ..errors import CheckpointError, RequestError
 from ..model import Checkpoint, ScaleSet
-from ..report import ParityReport
+from ..report import LinearParity, ParityReport
 from ..store import open_store
 from ..targets import read_format
 from .codes import judge_config, judge_plain, judge_weight
@@ -27,6 +28,20 @@ __all__ = ["DEPTHS", "judge"]
 
 DEPTHS = ("weights", "linears", "logits")
 Progress = Callable[[int, int, str], None]
+
+
+def _compare_with_training(linear: LinearParity, scales: ScaleSet, trained: ScaleSet) -> None:
+    """An export that holds what it was asked to hold is exact only if that is what training used."""
+    for asked, learned, slot in (
+        (scales.weights.get(linear.name), trained.weights.get(linear.name), "weight"),
+        (scales.inputs.get(linear.name), trained.inputs.get(linear.name), "input"),
+    ):
+        if asked is None or (learned is not None and asked.multiplier == learned.multiplier):
+            continue
+        if slot == "weight" and linear.exactness == "exact":
+            linear.exactness, linear.why = "requantised", f"{asked.how} scale instead of the learned one"
+        if slot == "input" and linear.input_scale in ("exact", "unified"):
+            linear.input_scale = str(asked.how)
 
 
 @contextmanager
@@ -72,10 +87,12 @@ def judge(
     if stored is None:
         raise CheckpointError("; ".join(texts), where=str(out), hint="is this the exported folder?")
     place = _device(device)
+    # what training ran with, whatever the export was made with
+    trained = freeze(checkpoint)
     report = ParityReport(
         depth=depth,
         reference="the training-time FP8 forward"
-        if scales.inputs
+        if trained.inputs
         else "the high-precision forward: nothing was learned",
         device=place,
         kernel="torch reference",
@@ -98,6 +115,7 @@ def judge(
         for judgement, (source, _) in zip(judgements, linears.values(), strict=True):
             notify(done, total, source.name)
             linear = judgement.result()
+            _compare_with_training(linear, scales, trained)
             report.linears.append(linear)
             if "differs" in (linear.exactness, linear.input_scale):
                 report.faults.append(f"{linear.name}: {linear.why}")
@@ -106,7 +124,7 @@ def judge(
         return report
 
     forwards = (
-        Forwards(checkpoint, scales, {n: e for n, (_, e) in linears.items()}, store, place)
+        Forwards(checkpoint, trained, {n: e for n, (_, e) in linears.items()}, store, place)
         if tokens is not None
         else None
     )
@@ -115,7 +133,7 @@ def judge(
         notify(0, 0, linear.name)
         source, export = linears[linear.name]
         inputs = captured.get(linear.name)
-        judge_output(linear, source, export, scales, draw_inputs(source, scales) if inputs is None else inputs, place)
+        judge_output(linear, source, export, trained, draw_inputs(source, trained) if inputs is None else inputs, place)
         fault = outside_tolerance(linear)
         if fault:
             report.faults.append(f"{linear.name}: {fault}")
@@ -123,5 +141,5 @@ def judge(
         report.logits = judge_logits(forwards, tokens)
         exact = all(linear.exactness == linear.input_scale == "exact" for linear in report.linears)
         whole = len(report.linears) == len(checkpoint.linears)
-        report.faults += logits_faults(report.logits, learned=bool(scales.inputs), exact=exact and whole)
+        report.faults += logits_faults(report.logits, learned=bool(trained.inputs), exact=exact and whole)
     return report

@@ -87,7 +87,7 @@ class Forwards:
         yield self._model(self.store.config, tensors, linears, self.trained_dtype)
 
     def capture(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return each linear's input in the reference forward, [rows, K], from the first sequences."""
+        """Return each linear's input in the reference forward, [rows, K], at most 256 rows of the first sequence."""
         inputs: dict[str, Tensor] = {}
         names = {linear.name for linear in self.checkpoint.linears}
         with self.reference() as model, torch.inference_mode():

@@ -50,6 +50,15 @@ def open_store(path: Path, hf_config: Path | None = None) -> Store:
     `hf_config` is a folder with config.json and tokenizer files; by default those beside the weights are taken.
     Raises CheckpointError for anything missing, damaged or ambiguous.
     """
+    try:
+        return _open(path, hf_config)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read: {error.strerror or error}", where=str(error.filename or path), hint="check its permissions"
+        ) from error
+
+
+def _open(path: Path, hf_config: Path | None) -> Store:
     if not path.exists():
         raise CheckpointError("no such file or folder", where=str(path), hint="check the spelling of the path")
     if hf_config is not None and not hf_config.is_dir():

@@ -13,7 +13,7 @@ from ..model import LazyTensor
 _LFS_POINTER = b"version https://git-lfs"
 _WEIGHT_SUFFIXES = (
     *(".safetensors", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp", ".pkl", ".npz"),
-    *(".index.json", ".fp8export-partial"),
+    ".index.json",
 )
 
 

@@ -44,7 +44,7 @@ def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, object]]:
             order = members.get(f"{prefix}byteorder")
             little = order is None or archive.read(order) == b"little"
             data = archive.read(pickles[0])
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(
             f"not a torch.save archive: {error}",
             where=str(path),
@@ -139,7 +139,8 @@ def _data_offset(path: Path, info: zipfile.ZipInfo, origin: str) -> int:
     with open(path, "rb") as file:
         file.seek(info.header_offset)
         head = file.read(30)
-    if len(head) != 30 or head[:4] != b"PK\x03\x04":
+        name = file.read(len(info.orig_filename.encode()))
+    if len(head) != 30 or head[:4] != b"PK\x03\x04" or name != info.orig_filename.encode():
         raise CheckpointError("the archive is damaged", where=origin, hint="fetch the file again")
     name_length, extra_length = struct.unpack("<HH", head[26:30])
     return int(info.header_offset + 30 + name_length + extra_length)

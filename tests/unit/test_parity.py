@@ -82,7 +82,6 @@ def test_a_fault_is_named(source, tmp_path, name) -> None:
         {},
         {"weights": "tensor"},
         {"scales": "history-max"},
-        {"scales": "most-recent"},
         {"scales": "dynamic"},
         {"keep": ("*.1.mlp.*",)},
         {"shard_size": 20_000},
@@ -149,3 +148,49 @@ def test_without_learned_scales_the_reference_is_high_precision(tmp_path) -> Non
     assert report.passed
     assert "high-precision" in report.reference
     assert all(0.01 < linear.export_error < 0.06 for linear in report.linears if linear.export_error is not None)
+
+
+def scaled_inputs(source: Path, file: Path, factor: float) -> Path:
+    from fp8export.calibrate import freeze, save_scales
+
+    content = json.loads(save_scales(freeze(inspect(source))))
+    for item in content["inputs"].values():
+        item["scale"] *= factor
+        del item["multiplier"]
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_the_reference_is_what_training_used_not_what_the_export_was_asked_to_hold(source, tmp_path) -> None:
+    """A scale file that saturates the inputs is held faithfully by the export, and is still not the trained model."""
+    file = scaled_inputs(source, tmp_path / "s.json", 1 / 16)
+    convert(source, tmp_path / "out", scales=str(file))
+    codes = judged(source, tmp_path / "out", "weights", str(file))
+    assert codes.passed
+    assert not any(linear.input_scale == "exact" for linear in codes.linears)
+    report = judged(source, tmp_path / "out", "linears", str(file))
+    assert len(report.faults) == 14
+    assert all("from high precision, training was" in fault for fault in report.faults)
+
+
+def test_recomputed_scales_are_not_called_exact(source, tmp_path) -> None:
+    convert(source, tmp_path / "out", scales="most-recent")
+    state = inspect(source)
+    learned, recent = scales_for(state, "learned"), scales_for(state, "most-recent")
+    report = judged(source, tmp_path / "out", "linears", "most-recent")
+    for linear in report.linears:
+        same = learned.inputs[linear.name].value == recent.inputs[linear.name].value
+        assert linear.input_scale == ("exact" if same else "most-recent")
+    # here the last amax was half of what the scale covers: inputs saturate, and the reader is told
+    assert not report.passed
+    assert max(linear.saturated_inputs or 0 for linear in report.linears) > 0
+
+
+def test_input_scales_for_a_model_not_trained_in_fp8_are_judged_against_high_precision(tmp_path) -> None:
+    source = llama.te_fp8(tmp_path / "te")
+    plain = llama.hf_plain(tmp_path / "plain")
+    file = scaled_inputs(source, tmp_path / "s.json", 1.0)
+    convert(plain, tmp_path / "out", scales=str(file))
+    report = judged(plain, tmp_path / "out", "linears", str(file))
+    assert report.passed, report.faults
+    assert "high-precision" in report.reference

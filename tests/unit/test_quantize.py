@@ -104,6 +104,13 @@ def test_per_tensor_a_fused_set_takes_its_largest_scale_and_is_cast_again_from_t
     assert records["k"]["how"] == "unified with its fused set"
 
 
+def test_per_tensor_the_clipped_share_is_that_at_the_learned_scale() -> None:
+    q, k = torch.randn(32, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    _, records = run({"q": q, "k": k}, {"q": 90.0, "k": 400.0}, Grain.TENSOR)
+    expected = int((k.float().abs() * 400 > 464).sum()) / k.numel()
+    assert records["k"]["clipped_at_learned_scale"] == expected > 0
+
+
 def test_per_tensor_an_outgrown_member_lifts_the_whole_set() -> None:
     q, k = torch.randn(32, 32).bfloat16(), torch.randn(16, 32).bfloat16() * 0.5
     q[3, 3] = 56.0
@@ -137,6 +144,14 @@ def test_an_all_zero_weight_gets_zero_codes_and_a_positive_scale() -> None:
     out, _ = run({"q": torch.zeros(16, 16)}, {"q": None}, Grain.TENSOR)
     assert not codes(out, "q").any()
     assert float(out["q.weight_scale"]) > 0
+
+
+@pytest.mark.parametrize("grain", [Grain.TENSOR, Grain.CHANNEL])
+def test_a_float32_weight_that_outgrew_its_scale_is_cast_from_its_own_values(grain) -> None:
+    w = torch.randn(64, 32)
+    out, records = run({"q": w}, {"q": 300.0}, grain)
+    assert records["q"]["how"].startswith("recomputed")
+    assert np.array_equal(codes(out, "q"), cast(w, np.float32(448) / np.float32(w.abs().max())))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -124,3 +124,20 @@ def test_a_computed_multiplier_is_448_over_amax_rounded_once() -> None:
     assert np.array_equal(kernels.multiplier_for(amaxes).numpy(), expected)
     assert float(kernels.multiplier_for(float(amaxes[0]))) == expected[0]
     assert np.array_equal(kernels.reciprocal(amaxes).numpy(), np.float32(1) / amaxes.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_no_function_changes_its_input(dtype: torch.dtype) -> None:
+    x = torch.randn(40, 32).to(dtype)
+    before = x.clone()
+    kernels.quantize(x, 900.0)
+    kernels.quantize(x, torch.full((40, 1), 900.0))
+    kernels.count_clipped(x, 900.0)
+    kernels.amax(x)
+    kernels.amax_rows(x)
+    assert torch.equal(x, before)
+    codes = kernels.quantize(x, 9.0)
+    kept = codes.view(torch.uint8).clone()
+    kernels.dequantize(codes, 2.0)
+    kernels.scaled_mm(codes, codes, 2.0, 3.0, out_dtype=torch.float32)
+    assert torch.equal(codes.view(torch.uint8), kept)

@@ -1,5 +1,6 @@
 """Checkpoints on disk: what is read, and what is refused with the human reason."""
 
+import contextlib
 import json
 import os
 import zipfile
@@ -235,3 +236,29 @@ def test_a_shard_that_shrinks_after_opening_is_an_error_not_a_crash(tmp_path) ->
     os.truncate(folder / "model.safetensors", 2000)
     with pytest.raises(CheckpointError, match="too early"):
         lazy.read()
+
+
+def test_any_bit_of_an_archives_directory_may_flip(tmp_path) -> None:
+    file = tmp_path / "m.pt"
+    torch.save(llama.weights(layers=1), file)
+    whole = file.read_bytes()
+    start = whole.find(b"PK\x01\x02")
+    random = torch.Generator().manual_seed(3)
+    for _ in range(300):
+        place = int(torch.randint(start, len(whole), (1,), generator=random))
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(torch.randint(0, 8, (1,), generator=random))
+        file.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            open_store(file)
+
+
+def test_a_file_that_may_not_be_read_is_a_clear_error(tmp_path, monkeypatch) -> None:
+    llama.hf_plain(tmp_path / "m")
+
+    def forbidden(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("fp8export.store.safetensors_dir.refuse_pointer", forbidden)
+    with pytest.raises(CheckpointError, match=r"Permission denied[\s\S]*model\.safetensors"):
+        open_store(tmp_path / "m")
