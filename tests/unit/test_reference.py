@@ -141,3 +141,16 @@ def test_no_function_changes_its_input(dtype: torch.dtype) -> None:
     kernels.dequantize(codes, 2.0)
     kernels.scaled_mm(codes, codes, 2.0, 3.0, out_dtype=torch.float32)
     assert torch.equal(codes.view(torch.uint8), kept)
+
+
+def test_every_code_decodes_to_what_ml_dtypes_says() -> None:
+    raw = np.arange(256, dtype=np.uint8)
+    expected = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    found = kernels.dequantize(torch.from_numpy(raw).view(kernels.E4M3), 1.0).numpy()
+    assert np.array_equal(found, expected, equal_nan=True)
+    numbers = ~np.isnan(expected)
+    assert np.array_equal(np.signbit(found[numbers]), np.signbit(expected[numbers])), "minus zero stays minus zero"
+    assert torch.equal(
+        kernels.decode(torch.from_numpy(raw[1:127]).view(kernels.E4M3).reshape(2, 63)),
+        torch.from_numpy(expected[1:127]).reshape(2, 63),
+    )
