@@ -78,8 +78,7 @@ def test_each_layer_reproduces_its_recorded_output(on_disk, layer_io, example_st
 
 
 def halve_input_scale(state: dict[str, torch.Tensor], name: str) -> None:
-    # the recorded inputs reach within 1.6 of the learned amax, so an eighth clips them
-    state[f"{name}.input_scale"] = state[f"{name}.input_scale"] / 8
+    state[f"{name}.input_scale"] = state[f"{name}.input_scale"] / 2
 
 
 def change_weight_scale(state: dict[str, torch.Tensor], name: str) -> None:
@@ -97,7 +96,9 @@ def swap_gate_up(state: dict[str, torch.Tensor], name: str) -> None:
 
 
 FAULTS = [
-    (halve_input_scale, "model.layers.0.mlp.down_proj"),
+    # the recorded inputs of these layers reach beyond half of the learned amax, so they clip
+    (halve_input_scale, "model.layers.0.mlp.gate_proj"),
+    (halve_input_scale, "model.layers.0.self_attn.o_proj"),
     (halve_input_scale, "model.layers.0.self_attn.q_proj"),
     (change_weight_scale, "model.layers.0.self_attn.k_proj"),
     (change_row, "model.layers.0.self_attn.o_proj"),
