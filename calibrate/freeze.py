@@ -56,9 +56,21 @@ def settle(evidence: ScaleEvidence, policy: str) -> tuple[Scale | str, list[str]
     if isinstance(multiplier, str):
         return multiplier, texts
     value = float(reciprocal(multiplier))
-    if not (0 < multiplier < _FLT_MAX and _FLT_MIN <= value < _FLT_MAX):
+    if not usable(multiplier):
         return f"the scale is unusable: scale_fwd {multiplier:g}", texts
     return Scale(value, multiplier, How(policy), evidence.origin), texts
+
+
+def usable(multiplier: float) -> bool:
+    """Tell whether a multiplier and its reciprocal are both ordinary float32 numbers; FLT_MAX marks an overflow."""
+    return 0 < multiplier < _FLT_MAX and _FLT_MIN <= float(reciprocal(multiplier)) < _FLT_MAX
+
+
+def covered(evidence: ScaleEvidence) -> float:
+    """Return the largest stored amax in units of what the scale covers: 1 when it just fits, 0 without a history."""
+    if len(evidence.amax_history) == 0:
+        return 0.0
+    return float(evidence.amax_history.max()) * evidence.multiplier / (evidence.fp8_max * 2.0**-evidence.margin)
 
 
 def never_updated(evidence: ScaleEvidence) -> bool:
@@ -83,7 +95,7 @@ def _learned(evidence: ScaleEvidence) -> tuple[float | str, list[str]]:
     if len(history) == 0 or not bool(history.any()):
         texts.append("the history stores no amax (length 1 never does); the stored scale is what was learned")
     elif evidence.algorithm == "max":
-        reached = float(history.max()) * evidence.multiplier / (evidence.fp8_max * 2.0**-evidence.margin)
+        reached = covered(evidence)
         if reached < 1 - _SLACK:
             texts.append("the scale covers an amax that has left the stored history; the stored scale holds")
         elif reached > 1 + _SLACK:

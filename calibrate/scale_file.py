@@ -12,6 +12,7 @@ from ..errors import CheckpointError, ScaleError
 from ..kernels import reciprocal
 from ..model import How, Scale, ScaleSet
 from ..store.disk import read_json
+from .freeze import usable
 
 _VERSION = 1
 
@@ -58,8 +59,7 @@ def load_scales(path: Path) -> ScaleSet:
 def _scale(path: Path, part: str, name: str, item: dict[str, Any]) -> Scale:
     value = _float32(item["scale"])
     multiplier = _float32(item.get("multiplier", float(reciprocal(value))))
-    tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-    if not (math.isfinite(value) and value >= tiny and math.isfinite(multiplier) and 0 < multiplier < huge):
+    if not (math.isfinite(value) and value >= torch.finfo(torch.float32).tiny and usable(multiplier)):
         raise ScaleError(
             f"scale {value:g} is unusable", where=f"{path}::{part}.{name}", hint="it must be finite and positive"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .calibrate import never_updated
+from .calibrate import covered, never_updated, usable
 from .kernels import E4M3_MAX, SATURATES_ABOVE, amax, count_clipped
 from .model import Checkpoint, ScaleEvidence, TrainedLinear
 
@@ -66,8 +66,7 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
     if bad:
         found.append(Finding("poisoned", name, slot, f"{bad} of {len(history)} amaxes are inf or NaN"))
     multiplier = evidence.multiplier
-    usable = 0 < multiplier < torch.finfo(torch.float32).max
-    if not usable:
+    if not usable(multiplier):
         found.append(Finding("unusable", name, slot, f"scale_fwd is {multiplier:g}"))
     # a history of one row is always zero beside a valid scale
     if len(evidence.amax_history) > 0 and not bool(history.any()):
@@ -77,14 +76,9 @@ def _slot(name: str, slot: str, evidence: ScaleEvidence) -> list[Finding]:
         found.append(
             Finding("short history", name, slot, f"{len(evidence.amax_history) + 1} rows, {configured} configured")
         )
-    reached = float(evidence.amax_history.max()) * multiplier if len(evidence.amax_history) else 0.0
-    if (
-        evidence.algorithm == "max"
-        and usable
-        and not bad
-        and reached > 1.001 * evidence.fp8_max * 2.0**-evidence.margin
-    ):
-        found.append(Finding("contradictory", name, slot, f"amax {reached / multiplier:.4g} x scale {multiplier:.4g}"))
+    if evidence.algorithm == "max" and usable(multiplier) and not bad and covered(evidence) > 1.001:
+        largest = float(evidence.amax_history.max())
+        found.append(Finding("contradictory", name, slot, f"amax {largest:.4g} x scale {multiplier:.4g}"))
     positive = finite[1:][finite[1:] > 0]
     if len(positive) > 2:
         newest, median = float(positive[0]), float(positive.median())
@@ -103,7 +97,7 @@ def _weight(linear: TrainedLinear, evidence: ScaleEvidence) -> list[Finding]:
         largest = max(largest, peak)
         if peak * evidence.multiplier > SATURATES_ABOVE:
             clipped += count_clipped(rows, evidence.multiplier)
-    if not clipped or not (0 < evidence.multiplier < torch.finfo(torch.float32).max) or never_updated(evidence):
+    if not clipped or not usable(evidence.multiplier) or never_updated(evidence):
         return []
     return [
         Finding(

@@ -124,12 +124,14 @@ def _cast(linear: QuantizedLinear, multiplier: float, sink: Sink) -> _Cast:
     return seen
 
 
+def stored_amax(weight: LazyTensor) -> float:
+    """Return the largest magnitude of a tensor on disk, or NaN or infinity when it holds one."""
+    return amax(torch.tensor([amax(weight.read(lo, hi)) for lo, hi in weight.chunks()]))
+
+
 def _scan(weight: LazyTensor) -> float:
-    largest = 0.0
-    for lo, hi in weight.chunks():
-        peak = amax(weight.read(lo, hi))
-        _refuse_non_finite(peak, weight.origin)
-        largest = max(largest, peak)
+    largest = stored_amax(weight)
+    _refuse_non_finite(largest, weight.origin)
     return largest
 
 

@@ -15,7 +15,7 @@ from .errors import CheckpointError
 from .kernels import amax, has_nan_code
 from .model import DTYPES, HIGH_PRECISION_DTYPES, Grain, LazyTensor
 from .report import to_json
-from .store.disk import is_plain_name, read_json, refuse_pointer, tensor_at
+from .store.disk import is_plain_name, read_json, tensor_at
 from .store.safetensors_dir import TensorInfo, read_header
 from .targets import StoredFormat, read_format
 
@@ -127,7 +127,6 @@ def _tensors(folder: Path, faults: list[Fault]) -> dict[str, _Tensor]:
             faults.append(Fault("index", "this shard is not there", str(path)))
             continue
         try:
-            refuse_pointer(path)
             infos = read_header(path)
         except (CheckpointError, OSError) as error:
             faults.append(_from_error("shard", error, path))
@@ -191,18 +190,20 @@ def _pairs(tensors: Mapping[str, _Tensor], stored: StoredFormat | None) -> Itera
 
 def _completeness(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> Iterator[Fault]:
     """As far as headers tell: no loader of a quantised model counts what it did not get."""
-    layers = {int(found[1]) for key in tensors if (found := re.search(r"\.layers\.(\d+)\.", key))}
+    layers: dict[int, set[str]] = {}
+    for key in tensors:
+        if found := re.search(r"\.layers\.(\d+)\.", key):
+            layers.setdefault(int(found[1]), set()).add(key[found.end() :])
     promised = config.get("num_hidden_layers")
-    if layers and isinstance(promised, int) and not set(range(promised)) <= layers:
+    if layers and isinstance(promised, int) and not set(range(promised)) <= set(layers):
         yield Fault("complete", f"config.json promises {promised} layers, the shards hold {len(layers)}", "config.json")
     modules = {key.rpartition(".")[0] for key in tensors}
     if tensors and not any(arch.is_embedding(module) for module in modules):
         yield Fault("complete", "there is no embedding", ", ".join(sorted({t.file.name for t in tensors.values()})))
-    for layer in sorted(layers):
-        names = {key.partition(f".layers.{layer}.")[2] for key in tensors if f".layers.{layer}." in key}
-        for name in names:
+    for layer, names in sorted(layers.items()):
+        for name in sorted(name for name in names if name.endswith(".weight")):
             lacking = [m for m in arch.fused_members(name.removesuffix(".weight")) if f"{m}.weight" not in names]
-            if name.endswith(".weight") and lacking:
+            if lacking:
                 yield Fault("complete", f"{', '.join(lacking)} of the fused set is not there", f"layer {layer}")
 
 

@@ -142,6 +142,9 @@ SICK = {
     "unusable": lambda s, n: s.__setitem__(
         f"{n}._extra_state", state([float("inf"), 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3)
     ),
+    "unusable ": lambda s, n: s.__setitem__(
+        f"{n}._extra_state", state([1e-40, 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3)
+    ),
     "contradictory": lambda s, n: s.__setitem__(
         f"{n}._extra_state", state([4480.0, 100.0, 1.0], [[0.0] * 3] + [[1.0, 1.0, 0.0]] * 3)
     ),
@@ -171,6 +174,7 @@ def test_inspect_finds_each_kind_of_trouble_and_advises(tmp_path, trouble) -> No
     SICK[trouble](full, name)
     source = llama.write(tmp_path / "sick", full)
     found = json.loads(run("inspect", source, "--json").stdout)["findings"]
+    trouble = trouble.strip()
     assert {finding["kind"] for finding in found} == {trouble}
     assert {finding["linear"] for finding in found} == {name}
     assert all(finding["advice"] for finding in found)

@@ -42,6 +42,15 @@ def source(tmp_path: Path) -> Path:
     return llama.te_fp8(tmp_path / "te")
 
 
+def stop_halfway(source: Path, out: Path) -> None:
+    def bomb(done: int, total: int, label: str) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, out, shard_size=SHARD, on_progress=bomb)
+
+
 def run_cli(*arguments: object, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "fp8export", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
@@ -181,24 +190,14 @@ def test_stopped_inside_any_job_the_finished_files_are_kept_and_the_rest_redone(
 
 
 def test_leftovers_of_another_command_are_not_mixed_in(source, tmp_path) -> None:
-    def stop_late(done: int, total: int, label: str) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", shard_size=SHARD, on_progress=stop_late)
+    stop_halfway(source, tmp_path / "out")
     convert(source, tmp_path / "out", shard_size=SHARD, weights="tensor")
     convert(source, tmp_path / "clean", shard_size=SHARD, weights="tensor")
     assert hashes(tmp_path / "out") == hashes(tmp_path / "clean")
 
 
 def test_a_changed_source_does_not_resume_into_old_files(source, tmp_path) -> None:
-    def stop_late(done: int, total: int, label: str) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", shard_size=SHARD, on_progress=stop_late)
+    stop_halfway(source, tmp_path / "out")
     state = llama.weights(seed=5)
     llama.write(source, {**state, **llama.states(state)})
     convert(source, tmp_path / "out", shard_size=SHARD)
@@ -278,12 +277,7 @@ def test_the_lock_holds_until_the_folder_has_its_name(source, tmp_path, monkeypa
 
 
 def test_an_edit_that_no_sample_saw_is_seen_by_its_date(source, tmp_path) -> None:
-    def stop_late(done: int, total: int, label: str) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", shard_size=SHARD, on_progress=stop_late)
+    stop_halfway(source, tmp_path / "out")
     kept = list((tmp_path / "out.fp8export-partial").glob("*.safetensors"))
     assert kept
     dates = {p.name: p.stat().st_mtime_ns for p in kept}

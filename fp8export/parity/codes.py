@@ -18,6 +18,7 @@ from ..kernels import (
     reciprocal,
 )
 from ..model import Checkpoint, Grain, ScaleSet, TrainedLinear
+from ..quantize import stored_amax
 from ..report import LinearParity
 from ..store import Store
 from ..targets import StoredFormat
@@ -109,7 +110,7 @@ def _explain(
         return _Expected(None, "differs", "weight_scale varies by row, learned was one")
     if learned is not None and value == learned.value:
         return _Expected(learned.multiplier, "exact", "")
-    largest = max((amax(source.weight.read(lo, hi)) for lo, hi in source.weight.chunks()), default=0.0)
+    largest = stored_amax(source.weight)
     computed = float(multiplier_for(largest))
     outgrown = learned is not None and largest * learned.multiplier > SATURATES_ABOVE
     candidates = [(computed, "the weight outgrew its learned scale" if outgrown else "computed from the weight")]
@@ -125,10 +126,7 @@ def _explain(
 def _set_multipliers(source: TrainedLinear, scales: ScaleSet, checkpoint: Checkpoint) -> list[float]:
     members = [linear for linear in checkpoint.linears if linear.fused_set == source.fused_set]
     found = [scales.weights[m.name].multiplier for m in members if m.name in scales.weights]
-    for member in members:
-        largest = max((amax(member.weight.read(lo, hi)) for lo, hi in member.weight.chunks()), default=0.0)
-        found.append(float(multiplier_for(largest)))
-    return found
+    return found + [float(multiplier_for(stored_amax(member.weight))) for member in members]
 
 
 def _compare_codes(linear: LinearParity, source: TrainedLinear, export: StoredLinear, expected: _Expected) -> None:

@@ -5,19 +5,17 @@ End to end, FP8 is chaotic: one BF16 rounding upstream flips codes downstream by
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, RequestError
-from ..kernels import amax, multiplier_for, quantize, reciprocal, scaled_mm
 from ..model import Checkpoint, LazyTensor, Scale, ScaleSet
 from ..report import LogitsParity
 from ..store import Store
-from .stored import StoredLinear, run_stored
+from .stored import StoredLinear, run_stored, run_training, training_codes
 
 FLOOR_FACTOR = 1.25
 # perplexity of an export without learned scales, relative to high precision
@@ -30,13 +28,12 @@ class _TrainedForward(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, own: Scale, trained: Scale | None) -> None:
         super().__init__()
-        multiplier = trained.multiplier if trained else float(multiplier_for(amax(weight)))
-        self.codes, self.weight_scale = quantize(weight, multiplier), float(reciprocal(multiplier))
+        self.codes, self.weight_scale = training_codes(weight, trained)
         self.bias, self.own = bias, own
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = quantize(x.reshape(-1, x.shape[-1]), self.own.multiplier)
-        y = scaled_mm(codes, self.codes, self.own.value, self.weight_scale, self.bias, x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        y = run_training(rows, self.own, self.codes, self.weight_scale, self.bias, x.dtype)
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -60,8 +57,7 @@ class Forwards:
         self.checkpoint, self.scales, self.export, self.store, self.device = checkpoint, scales, export, store, device
         self.trained_dtype = checkpoint.linears[0].weight.dtype
 
-    @contextmanager
-    def reference(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    def reference(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The training-time forward; without learned scales the same as `high_precision`."""
         linears: dict[str, nn.Module] = {}
         for linear in self.checkpoint.linears:
@@ -70,32 +66,31 @@ class Forwards:
                 bias = self._read(linear.bias)
                 trained = self.scales.weights.get(linear.name)
                 linears[linear.name] = _TrainedForward(linear.weight.read().to(self.device), bias, own, trained)
-        yield self._model(self.checkpoint.config, self._source_tensors(), linears, dtype or self.trained_dtype)
+        return self._model(self.checkpoint.config, self._source_tensors(), linears, dtype or self.trained_dtype)
 
-    @contextmanager
-    def high_precision(self) -> Iterator[nn.Module]:
-        yield self._model(self.checkpoint.config, self._source_tensors(), {}, self.trained_dtype)
+    def high_precision(self) -> nn.Module:
+        return self._model(self.checkpoint.config, self._source_tensors(), {}, self.trained_dtype)
 
-    @contextmanager
-    def exported(self) -> Iterator[nn.Module]:
+    def exported(self) -> nn.Module:
         linears: dict[str, nn.Module] = {
             name: _ExportForward(linear, self._read(self.store.tensors.get(f"{name}.bias")))
             for name, linear in self.export.items()
         }
         skipped = {f"{name}.{part}" for name in self.export for part in ("weight", "weight_scale", "input_scale")}
         tensors = {key: t for key, t in self.store.tensors.items() if key not in skipped}
-        yield self._model(self.store.config, tensors, linears, self.trained_dtype)
+        return self._model(self.store.config, tensors, linears, self.trained_dtype)
 
     def capture(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return each linear's input in the reference forward, [rows, K], at most 256 rows of the first sequence."""
         inputs: dict[str, Tensor] = {}
         names = {linear.name for linear in self.checkpoint.linears}
-        with self.reference() as model, torch.inference_mode():
-            for name, module in model.named_modules():
-                if name in names:
-                    module.register_forward_pre_hook(
-                        lambda _, args, name=name: inputs.setdefault(name, _first_rows(args[0]))
-                    )
+        model = self.reference()
+        for name, module in model.named_modules():
+            if name in names:
+                module.register_forward_pre_hook(
+                    lambda _, args, name=name: inputs.setdefault(name, _first_rows(args[0]))
+                )
+        with torch.inference_mode():
             model(tokens[:1].to(self.device))
         return inputs
 
@@ -162,14 +157,10 @@ def _first_rows(x: Tensor) -> Tensor:
 def judge_logits(forwards: Forwards, tokens: Tensor) -> LogitsParity:
     """Run reference, noise floor, high precision and export over `tokens` [sequences, length] and compare."""
     tokens = tokens.to(forwards.device)
-    with forwards.reference() as model:
-        reference = _log_probabilities(model, tokens)
-    with forwards.reference(_other_dtype(forwards.trained_dtype)) as model:
-        floor = _log_probabilities(model, tokens)
-    with forwards.high_precision() as model:
-        high = _log_probabilities(model, tokens)
-    with forwards.exported() as model:
-        export = _log_probabilities(model, tokens)
+    reference = _log_probabilities(forwards.reference(), tokens)
+    floor = _log_probabilities(forwards.reference(_other_dtype(forwards.trained_dtype)), tokens)
+    high = _log_probabilities(forwards.high_precision(), tokens)
+    export = _log_probabilities(forwards.exported(), tokens)
     kl = _kl(reference, export)
     worst = int(kl.argmax())
     best = reference.topk(min(5, reference.shape[-1]), dim=-1).indices

@@ -10,14 +10,12 @@ from ..kernels import (
     amax,
     count_clipped,
     dequantize,
-    multiplier_for,
     quantize,
     reciprocal,
-    scaled_mm,
 )
 from ..model import ScaleSet, TrainedLinear
 from ..report import LinearParity
-from .stored import StoredLinear, run_stored
+from .stored import StoredLinear, run_stored, run_training, training_codes
 
 # Teacher-forced, the exported codes and scales reproduce the trained layer to the rounding of its output (1e-3 against
 # real Transformer Engine outputs); plain high-precision weights miss by 1e-2 or more.
@@ -43,16 +41,10 @@ def judge_output(
     x_MK, weight = x_MK.to(device), source.weight.read().to(device)
     bias = None if source.bias is None else source.bias.read().to(device)
     high = x_MK.float() @ weight.float().t() + (0 if bias is None else bias.float())
-    own, trained = scales.inputs.get(source.name), scales.weights.get(source.name)
+    own = scales.inputs.get(source.name)
     if own is not None:
-        multiplier = trained.multiplier if trained else float(multiplier_for(amax(weight)))
-        reference = scaled_mm(
-            quantize(x_MK, own.multiplier),
-            quantize(weight, multiplier),
-            own.value,
-            float(reciprocal(multiplier)),
-            bias,
-            torch.float32,
+        reference = run_training(
+            x_MK, own, *training_codes(weight, scales.weights.get(source.name)), bias, torch.float32
         )
     else:
         reference = high

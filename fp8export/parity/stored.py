@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import amax_rows, multiplier_for, quantize, reciprocal, scaled_mm
-from ..model import Checkpoint, LazyTensor, TrainedLinear
+from ..kernels import amax, amax_rows, multiplier_for, quantize, reciprocal, scaled_mm
+from ..model import Checkpoint, LazyTensor, Scale, TrainedLinear
 from ..store import Store
 from ..targets import StoredFormat
 
@@ -59,6 +59,19 @@ def pair_linears(
         else:
             pairs[linear.name] = (linear, StoredLinear(codes, weight_scale, input_scale))
     return pairs, faults
+
+
+def training_codes(weight: Tensor, trained: Scale | None) -> tuple[Tensor, float]:
+    """Return the codes [N, K] that training multiplied with, saturating, and their scale."""
+    multiplier = trained.multiplier if trained else float(multiplier_for(amax(weight)))
+    return quantize(weight, multiplier), float(reciprocal(multiplier))
+
+
+def run_training(
+    x_MK: Tensor, own: Scale, codes: Tensor, weight_scale: float, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Run one linear as training did: the input cast at the learned multiplier, float32 accumulation."""
+    return scaled_mm(quantize(x_MK, own.multiplier), codes, own.value, weight_scale, bias, out_dtype)
 
 
 def run_stored(export: StoredLinear, x_MK: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

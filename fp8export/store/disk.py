@@ -49,7 +49,13 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Duplicate keys are refused: readers disagree on which one counts."""
+    """Read a file that holds one JSON object."""
+    refuse_pointer(path)
+    return parse_object(path.read_bytes(), str(path))
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object. Duplicate keys are refused: readers disagree on which one counts."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -57,13 +63,12 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("duplicate keys")
         return table
 
-    refuse_pointer(path)
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique)
+        value = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON: {error}", where=str(path), hint="fetch the file again") from error
+        raise CheckpointError(f"not valid JSON: {error}", where=where, hint="fetch the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError("expected a JSON object", where=str(path), hint="fetch the file again")
+        raise CheckpointError("expected a JSON object", where=where, hint="fetch the file again")
     return value
 
 

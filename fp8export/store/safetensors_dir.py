@@ -1,12 +1,11 @@
 """safetensors files, read by header; the format is one page: https://github.com/huggingface/safetensors#format"""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..model import DTYPES, LazyTensor
-from .disk import refuse_pointer, tensor_at
+from .disk import parse_object, refuse_pointer, tensor_at
 
 _HEADER_LIMIT = 100_000_000  # safetensors' own limit
 
@@ -30,12 +29,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             what, where=f"{path}::{key}" if key else str(path), hint="the file is damaged or cut short: fetch it again"
         )
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("duplicate keys")
-        return table
-
     refuse_pointer(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -44,12 +37,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if len(prefix) < 8 or length > min(size - 8, _HEADER_LIMIT):
             raise refuse("not a safetensors file: its header does not fit")
         text = file.read(length)
-    try:
-        table = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"the header is not valid JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise refuse("the header is not a table")
+    table = parse_object(text, f"{path}::header")
     table.pop("__metadata__", None)
     infos: dict[str, TensorInfo] = {}
     for key, item in table.items():

@@ -73,8 +73,8 @@ def test_logits_are_within_the_noise_floor_of_the_training_framework(model, reco
     trained = recorded["logits_fp8"].double()
     checkpoint = inspect(example)
     forwards = Forwards(checkpoint, scales_for(checkpoint, "learned"), {}, open_store(example), "cpu")
-    with forwards.reference(torch.bfloat16) as one, forwards.reference(torch.float32) as two:
-        floor = kl(logits(one, ids), logits(two, ids))
+    one, two = forwards.reference(torch.bfloat16), forwards.reference(torch.float32)
+    floor = kl(logits(one, ids), logits(two, ids))
     assert kl(trained, logits(model, ids)) <= 1.25 * floor
 
 
@@ -87,8 +87,8 @@ def test_the_reference_forward_is_itself_within_the_floor_of_the_training_framew
     ids = recorded["input_ids"].long()
     checkpoint = inspect(example)
     forwards = Forwards(checkpoint, scales_for(checkpoint, "learned"), {}, open_store(example), "cpu")
-    with forwards.reference(torch.bfloat16) as one, forwards.reference(torch.float32) as two:
-        ours, twin = logits(one, ids), logits(two, ids)
+    one, two = forwards.reference(torch.bfloat16), forwards.reference(torch.float32)
+    ours, twin = logits(one, ids), logits(two, ids)
     assert kl(recorded["logits_fp8"], ours) <= 1.25 * kl(ours, twin)
 
 
